@@ -1,0 +1,393 @@
+"""Immutable artifacts: data files, then a manifest, written last by a conditional put. No manifest, no artifact.
+
+A writer puts its files in a folder of its own below the key, so racing writers never touch each other's; the first
+manifest wins and names the folder that counts. Data is Parquet, safetensors, JSON or plain bytes: nothing read from a
+store is ever unpickled. Digests are BLAKE3: it hashes at memory speed on all cores, SHA-256 at a few hundred MB/s
+where the CPU has no instructions for it; the algorithm is part of every digest ("blake3:...").
+"""
+
+import json
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel
+
+from infra.config import Config
+from infra.errors import BadInput, Corrupted
+from infra.store import Buffer, Sink, Store, check_key
+
+if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
+    import pyarrow as pa
+    from torch import Tensor
+
+__all__ = ["Artifact", "ArtifactRef", "ArtifactWriter", "Manifest", "Store", "digest_of", "open_artifact"]
+
+MANIFEST = "manifest.json"
+_SEVERAL_CORES_FROM = 2**20  # bytes; below this, starting threads costs more than it saves
+_log = logging.getLogger(__name__)
+
+
+class _Record(BaseModel):
+    model_config = Config.model_config
+
+
+class ArtifactRef(_Record):
+    """What tasks pass to each other in place of data."""
+
+    kind: str
+    """What it is: prompts, rollouts, scored, policy, checkpoint, ..."""
+    uri: str
+    """The artifact's folder: file:///... or s3://..., never with credentials."""
+    digest: str
+    """`blake3:<hex>` of everything that the artifact says but its provenance and place: equal runs, equal digests."""
+
+
+class FileEntry(_Record):
+    """One data file of an artifact."""
+
+    name: str
+    """Name within the artifact."""
+    bytes: int
+    """Size."""
+    digest: str
+    """`blake3:<hex>` of the content."""
+
+
+class Manifest(_Record):
+    """manifest.json: all there is to know of an artifact without reading its data."""
+
+    format: Literal["policyflow-artifact-1"] = "policyflow-artifact-1"
+    """Version of this layout."""
+    kind: str
+    """As in the ref."""
+    schema_version: int = 1
+    """Version of the kind's own layout."""
+    files: list[FileEntry]
+    """Sorted by name."""
+    inputs: list[ArtifactRef] = []
+    """What it was made from; the digest covers their kinds and digests, not where they lay."""
+    config_hash: str = ""
+    """Digest of the settings that made it."""
+    metadata: dict[str, Any] = {}
+    """Facts about the content, JSON; part of the digest."""
+    provenance: dict[str, Any] = {}
+    """When, where and by what code it was made; not part of the digest."""
+    folder: str
+    """Where the files lie, below the artifact's key; not part of the digest."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`ArtifactRef.digest`."""
+        content = self.model_dump(mode="json", exclude={"provenance", "folder"})
+        content["inputs"] = [{"kind": ref.kind, "digest": ref.digest} for ref in self.inputs]
+        return digest_of(_canonical(content))
+
+    def encode(self) -> bytes:
+        """The only spelling of this manifest, sealed: any changed byte is found by `decode`."""
+        content = self.model_dump(mode="json")
+        return _canonical({**content, "seal": digest_of(_canonical(content))}, indent=1)
+
+    @classmethod
+    def decode(cls, data: bytes, uri: str) -> "Manifest":
+        """Raises Corrupted."""
+        try:
+            content = json.loads(data)
+            content.pop("seal")
+            manifest = cls.model_validate(content)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise Corrupted(f"{uri}/{MANIFEST} is damaged: {error}") from error
+        if manifest.encode() != data:
+            raise Corrupted(f"{uri}/{MANIFEST} is damaged: its seal does not fit its content")
+        return manifest
+
+
+def digest_of(data: Buffer) -> str:
+    """`blake3:<hex>` of bytes."""
+    return _name(_hash(data))
+
+
+class ArtifactWriter:
+    """A with-block that writes one artifact; `ref` is set when the block has ended well.
+
+    An exception inside the block leaves nothing visible. When another writer was first, `ref` is that writer's, and
+    `adopted` is True. `metadata` may be filled in until the block ends. Files are made durable in the background
+    while the next one is written; the manifest waits for all of them.
+    """
+
+    ref: ArtifactRef
+    adopted: bool = False
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        kind: str,
+        *,
+        inputs: Sequence[ArtifactRef] = (),
+        config_hash: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        schema_version: int = 1,
+    ):
+        self.store = store / key
+        self.kind, self.schema_version = kind, schema_version
+        self.inputs, self.config_hash = list(inputs), config_hash
+        self.metadata, self.provenance = dict(metadata or {}), dict(provenance or {})
+        self.folder = f"files-{uuid.uuid4().hex[:16]}"
+        self._files: dict[str, FileEntry] = {}
+        self._closing: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="artifact")
+
+    def bytes(self, name: str, data: Buffer) -> None:
+        """A file of any content. `name` is its full name."""
+        with self._file(name) as file:
+            file.write(data)
+
+    def json(self, name: str, value: Any) -> None:
+        """`name`.json, with sorted keys. NaN and infinity are BadInput: JSON has no such numbers."""
+        self.bytes(f"{name}.json", _canonical(value, indent=1))
+
+    def table(self, name: str, table: "pa.Table") -> None:
+        """`name`.parquet. Equal tables give equal bytes, however they are chunked; schema metadata is not kept."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = table.replace_schema_metadata(None).combine_chunks()
+        with self._file(f"{name}.parquet") as file:
+            pq.write_table(table, pa.PythonFile(file, mode="w"), compression="zstd", compression_level=1)
+
+    def tensors(
+        self, name: str, tensors: "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]", shard_bytes: int | None = None
+    ) -> dict[str, str]:
+        """`name`-00000.safetensors, -00001, ...: files of at most `shard_bytes` (256 MiB), or of one bigger tensor.
+
+        Takes tensors of any device and strides; an iterator's are held until their shard is written, so it must not
+        reuse their memory. Returns tensor name -> file name.
+        """
+        from infra.tensors import SHARD_BYTES, shards, write_safetensors
+
+        where: dict[str, str] = {}
+        for i, group in enumerate(shards(tensors, shard_bytes or SHARD_BYTES)):
+            file_name = f"{name}-{i:05d}.safetensors"
+            with self._file(file_name) as file:
+                write_safetensors(group, file.write)
+            where.update(dict.fromkeys(group, file_name))
+        return where
+
+    def _file(self, name: str) -> "_HashingFile":
+        check_key(name)
+        if name in self._files:
+            raise BadInput(f"{self.store.url}: file {name!r} is written twice")
+        return _HashingFile(self, name, self.store.open(f"{self.folder}/{name}"))
+
+    def _written(self, entry: FileEntry, sink: Sink) -> None:
+        self._files[entry.name] = entry
+        self._closing.append(self._pool.submit(sink.close))
+
+    def __enter__(self) -> "ArtifactWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        won = False
+        try:
+            if error is None:
+                won = self._commit()
+        finally:
+            self._pool.shutdown(wait=True)
+            if not won:
+                with suppress(Exception):  # garbage is invisible; the first fault is what matters
+                    self.store.delete(self.folder)
+
+    def _commit(self) -> bool:
+        for future in self._closing:
+            future.result()
+        manifest = Manifest(
+            kind=self.kind,
+            schema_version=self.schema_version,
+            files=sorted(self._files.values(), key=lambda entry: entry.name),
+            inputs=self.inputs,
+            config_hash=self.config_hash,
+            metadata=self.metadata,
+            provenance={**_provenance(), **self.provenance},
+            folder=self.folder,
+        )
+        won = self.store.create(MANIFEST, manifest.encode())
+        if won:
+            self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
+            self._sweep()
+            return True
+        winner = _read_manifest(self.store)
+        assert winner is not None, "a manifest is never deleted"
+        self.adopted = True
+        self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
+        if winner.digest != manifest.digest:
+            _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
+        return False
+
+    def _sweep(self) -> None:
+        """Drop what writers that died, or will lose, left under this key."""
+        with suppress(Exception):
+            folders = {key.partition("/")[0] for key in self.store.keys()}
+            for folder in folders - {self.folder, MANIFEST}:
+                if folder.startswith("files-"):
+                    self.store.delete(folder)
+
+
+class _HashingFile:
+    """A sink that hashes what passes. Closing it registers the file with its writer; an error drops it."""
+
+    closed = False
+
+    def __init__(self, writer: ArtifactWriter, name: str, sink: Sink):
+        self._writer, self._name, self._sink = writer, name, sink
+        self._hasher, self._bytes = blake3(max_threads=blake3.AUTO), 0
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        self._hasher.update(view)
+        self._bytes += len(view)
+        self._sink.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+    def __enter__(self) -> "_HashingFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            entry = FileEntry(name=self._name, bytes=self._bytes, digest=_name(self._hasher))
+            self._writer._written(entry, self._sink)
+            return
+        with suppress(Exception):
+            self._sink.abort()
+
+
+class Artifact:
+    """A committed artifact. Every file's size and digest are checked before any of its bytes are used."""
+
+    def __init__(self, ref: ArtifactRef, manifest: Manifest):
+        self.ref, self.manifest = ref, manifest
+        self.store = Store.at(ref.uri)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.manifest.metadata
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the files, sorted."""
+        return [entry.name for entry in self.manifest.files]
+
+    def bytes(self, name: str) -> bytes:
+        """The file `name`. BadInput when there is none, Corrupted when it is not what was written."""
+        return bytes(self.buffer(name))
+
+    def json(self, name: str) -> Any:
+        """The value of `name`.json."""
+        return json.loads(bytes(self.buffer(f"{name}.json")))
+
+    def table(self, name: str) -> "pa.Table":
+        """The rows of `name`.parquet."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        return pq.read_table(pa.BufferReader(pa.py_buffer(self.buffer(f"{name}.parquet"))))
+
+    def tensors(self, name: str) -> "dict[str, Tensor]":
+        """All tensors written under `name`, by name."""
+        return dict(self.iter_tensors(name))
+
+    def iter_tensors(self, name: str) -> "Iterator[tuple[str, Tensor]]":
+        """The tensors written under `name`, one shard in memory at a time.
+
+        They are views of the file (mapped copy-on-write for file://): no copy is made, and writing to one never
+        changes the artifact.
+        """
+        from infra.tensors import read_safetensors
+
+        files = [n for n in self.names if n.startswith(f"{name}-") and n.endswith(".safetensors")]
+        if not files:
+            raise BadInput(f"{self.ref.uri} has no tensors {name!r}; its files: {self.names}")
+        for file in files:
+            yield from read_safetensors(self.buffer(file))
+
+    def buffer(self, name: str) -> Buffer:
+        """The checked bytes of the file `name`, without a copy where the store allows."""
+        entry = next((entry for entry in self.manifest.files if entry.name == name), None)
+        if entry is None:
+            raise BadInput(f"{self.ref.uri} has no file {name!r}; its files: {self.names}")
+        try:
+            data = self.store.buffer(f"{self.manifest.folder}/{name}")
+        except FileNotFoundError as error:
+            raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
+        if len(data) != entry.bytes:
+            raise Corrupted(f"{name} of {self.ref.uri} is damaged: {len(data)} bytes, {entry.bytes} were written")
+        if digest_of(data) != entry.digest:
+            raise Corrupted(f"{name} of {self.ref.uri} is damaged: its content does not fit its digest")
+        return data
+
+
+def open_artifact(ref: ArtifactRef) -> Artifact:
+    """Reads the manifest. BadInput when there is no such artifact, Corrupted when it is not the one referred to."""
+    manifest = _read_manifest(Store.at(ref.uri))
+    if manifest is None:
+        raise BadInput(f"there is no artifact at {ref.uri}")
+    if manifest.digest != ref.digest or manifest.kind != ref.kind:
+        raise Corrupted(
+            f"{ref.uri}/{MANIFEST} is another artifact than the ref's: {manifest.kind} {manifest.digest}, expected "
+            f"{ref.kind} {ref.digest}"
+        )
+    return Artifact(ref, manifest)
+
+
+def find_artifact(store: Store, key: str) -> ArtifactRef | None:
+    """The ref of the artifact `key` of `store`, None when there is none."""
+    store = store / key
+    manifest = _read_manifest(store)
+    return manifest and ArtifactRef(kind=manifest.kind, uri=store.url, digest=manifest.digest)
+
+
+def _read_manifest(store: Store) -> Manifest | None:
+    try:
+        return Manifest.decode(store.read(MANIFEST), store.url)
+    except FileNotFoundError:
+        return None
+
+
+def _canonical(value: Any, indent: int | None = None) -> bytes:
+    separators = (",", ":") if indent is None else (",", ": ")
+    try:
+        text = json.dumps(value, sort_keys=True, indent=indent, separators=separators, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"not a JSON value: {error}") from error
+    return text.encode()
+
+
+def _hash(data: Buffer) -> "blake3":
+    return blake3(data, max_threads=blake3.AUTO if len(data) >= _SEVERAL_CORES_FROM else 1)
+
+
+def _name(hasher: "blake3") -> str:
+    return f"blake3:{hasher.hexdigest()}"
+
+
+def _provenance() -> dict[str, Any]:
+    try:
+        code_version = version("policyflow")
+    except PackageNotFoundError:
+        code_version = "unknown"
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"created": created, "code_version": code_version, "host": platform.node(), "pid": os.getpid()}

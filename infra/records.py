@@ -1,0 +1,132 @@
+"""Arrow schemas of the records that stages exchange, one row a record, and the packing of routed experts.
+
+Token ids are those of the model's tokenizer. T = len(prompt_ids) + len(response_ids) throughout.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.errors import BadInput
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+_IDS = pa.list_(pa.int32())
+
+PROMPT = pa.schema(
+    [
+        _required("prompt_id", pa.string()),
+        _required("environment", pa.string()),
+        _required("messages", pa.string()),
+        _required("text", pa.string()),
+        _required("answer", pa.string()),
+        _required("metadata", pa.string()),
+    ]
+)
+"""A prompt. messages: JSON list of {role, content}, "" when `text` is used. answer, metadata: JSON."""
+
+ROLLOUT = pa.schema(
+    [
+        _required("prompt_id", pa.string()),
+        _required("sample", pa.int32()),
+        _required("prompt_ids", _IDS),
+        _required("response_ids", _IDS),
+        _required("logprobs", pa.list_(pa.float32())),
+        pa.field("routes", pa.binary()),
+        pa.field("routes_dtype", pa.string()),
+        pa.field("routes_shape", pa.list_(pa.int32())),
+        pa.field("routes_mask", pa.binary()),
+        _required("finish_reason", pa.string()),
+        _required("policy_version", pa.string()),
+        _required("seed", pa.int64()),
+        _required("response_text", pa.string()),
+    ]
+)
+"""A sampled response. logprobs: nats, of the processed distribution (after temperature and the like), one a response
+token. routes*: see `pack_routes`; null for dense models. policy_version: digest of the policy that sampled it."""
+
+SCORED = pa.schema(
+    [
+        *ROLLOUT,
+        _required("environment", pa.string()),
+        _required("answer", pa.string()),
+        _required("reward", pa.float32()),
+        _required("reward_parts", pa.string()),
+        _required("advantage", pa.float32()),
+        _required("loss_mask", pa.list_(pa.bool_())),
+    ]
+)
+"""A rollout with its reward. reward_parts: JSON name -> float. loss_mask: the response tokens that count."""
+
+_ONE_A_RESPONSE_TOKEN = ("logprobs", "loss_mask")
+_ROUTES = ("routes", "routes_dtype", "routes_shape", "routes_mask")
+
+
+def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`table` with its columns in the schema's order; BadInput naming the column that does not fit.
+
+    Checks names, types, nulls, and that logprobs and loss_mask have one entry a response token.
+    """
+    missing = [name for name in schema.names if name not in table.column_names]
+    unknown = [name for name in table.column_names if name not in schema.names]
+    if missing or unknown or len(table.column_names) != len(schema.names):
+        raise BadInput(f"columns: missing {missing}, not in the schema {unknown}; expected each of {schema.names} once")
+    for field in schema:
+        column = table[field.name]
+        if column.type != field.type:
+            raise BadInput(f"column {field.name!r} is {column.type}, expected {field.type}")
+        if column.null_count and not field.nullable:
+            raise BadInput(f"column {field.name!r} has {column.null_count} nulls, expected none")
+    for name in set(_ONE_A_RESPONSE_TOKEN) & set(schema.names):
+        same = pc.equal(pc.list_value_length(table[name]), pc.list_value_length(table["response_ids"]))
+        if not pc.all(same, min_count=0).as_py():
+            raise BadInput(f"column {name!r} in row {same.index(False).as_py()}: expected one entry a response token")
+    return table.select(schema.names).cast(schema)
+
+
+def pack_routes(routes: "np.ndarray", mask: "np.ndarray") -> dict[str, Any]:
+    """The four `routes*` columns of a row.
+
+    routes: uint8 or uint16 [T, layers, topk], expert ids. mask: bool [T], False where the token has no route (the
+    last sampled token, or an EOS appended after the fact); such rows hold no meaning and must not be replayed.
+    """
+    import numpy as np
+
+    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
+        raise BadInput(f"routes: {routes.dtype} {routes.shape}, expected uint8 or uint16 [T, layers, topk]")
+    if mask.dtype != np.bool_ or mask.shape != routes.shape[:1]:
+        raise BadInput(f"routes_mask: {mask.dtype} {mask.shape}, expected bool [{routes.shape[0]}]")
+    little_endian = routes.dtype.newbyteorder("<")
+    return {
+        "routes": np.ascontiguousarray(routes, dtype=little_endian).tobytes(),
+        "routes_dtype": routes.dtype.name,
+        "routes_shape": list(routes.shape),
+        "routes_mask": mask.astype(np.uint8).tobytes(),
+    }
+
+
+def unpack_routes(row: Mapping[str, Any]) -> "tuple[np.ndarray, np.ndarray] | None":
+    """(routes, mask) as given to `pack_routes`, read-only views of the row; None when the row has no routes."""
+    import numpy as np
+
+    values = [row[name] for name in _ROUTES]
+    if all(value is None for value in values):
+        return None
+    if any(value is None for value in values):
+        raise BadInput(f"{', '.join(_ROUTES)}: expected all or none in a row")
+    data, dtype, shape, packed_mask = values
+    if dtype not in ("uint8", "uint16") or len(shape) != 3 or min(shape) < 0:
+        raise BadInput(f"routes: {dtype} {shape}, expected uint8 or uint16 [T, layers, topk]")
+    item = np.dtype(dtype).newbyteorder("<")
+    if len(data) != item.itemsize * shape[0] * shape[1] * shape[2] or len(packed_mask) != shape[0]:
+        raise BadInput(f"routes: {len(data)} bytes and a mask of {len(packed_mask)} do not fit {dtype} {list(shape)}")
+    routes = np.frombuffer(data, item).reshape(shape).astype(np.dtype(dtype), copy=False)
+    return routes, np.frombuffer(packed_mask, np.uint8) != 0

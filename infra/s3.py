@@ -1,0 +1,234 @@
+"""s3:// for infra/store.py: conditional puts, streamed multipart uploads, ranged reads, and one layer of retries."""
+
+import asyncio
+import errno
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from infra.errors import BadInput, Transient
+from infra.store import Buffer
+
+ATTEMPTS = 6
+FIRST_DELAY_S = 0.2
+PART_BYTES = 16 * 2**20  # S3 takes at least 5 MiB a part and 10,000 parts: objects up to 160 GB
+CONCURRENCY = 4
+
+_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401"}
+_LOST = {"PreconditionFailed", "412"}
+_PASSING = {
+    "SlowDown",
+    "RequestTimeout",
+    "IncompleteBody",
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "OperationAborted",
+}
+_PASSING_ERRNO = {errno.EBUSY, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ECONNREFUSED}
+
+
+def connect() -> "S3":
+    """The client for this process and today's environment: a fork or a changed secret gets a new one."""
+    names = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_")))
+    with _CONNECTING:
+        return _connect(os.getpid(), names)
+
+
+_CONNECTING = threading.Lock()
+
+
+@lru_cache(maxsize=4)
+def _connect(pid: int, environment: tuple[tuple[str, str], ...]) -> "S3":
+    return S3()
+
+
+class S3:
+    """Paths are `bucket/key`. infra.store.Backend says what the methods promise."""
+
+    def __init__(self) -> None:
+        import s3fs
+
+        self.fs = s3fs.S3FileSystem(
+            use_listings_cache=False,  # another process writes what this one looks for
+            skip_instance_cache=True,
+            config_kwargs={"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60},
+        )
+        self.fs.retries = 1  # `_retry` is the only layer that retries: three layers multiply to minutes
+
+    def call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        """One S3 operation on `bucket/key`, retried."""
+        bucket, _, key = path.partition("/")
+        return _retry(path, lambda: self.fs.call_s3(method, Bucket=bucket, Key=key, **arguments))
+
+    def read(self, path: str) -> Buffer:
+        size = self.size(path)
+        if size is None:
+            raise FileNotFoundError(f"s3://{path}")
+        if size <= PART_BYTES:
+            return bytearray(_retry(path, lambda: _whole(self.fs.cat_file(path), size)))  # writable, like a map
+        # Several ranges at once fill a network link; each lands at its place, so nothing is held twice.
+        data = bytearray(size)
+        view = memoryview(data)
+
+        def fetch(start: int) -> None:
+            end = min(start + PART_BYTES, size)
+            view[start:end] = _retry(path, lambda: _whole(self.fs.cat_file(path, start, end), end - start))
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            list(pool.map(fetch, range(0, size, PART_BYTES)))
+        return data
+
+    def size(self, path: str) -> int | None:
+        try:
+            return int(self.call("head_object", path)["ContentLength"])
+        except FileNotFoundError:
+            return None
+
+    def open(self, path: str) -> "_Upload":
+        return _Upload(self, path)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self._put_if(path, data, IfNoneMatch="*")
+
+    def replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        try:
+            head = self.call("head_object", path)
+            if bytes(self.read(path)) != expected:
+                return False
+            # An ETag taken before the read: a write in between makes the put fail, never succeed wrongly.
+            return self._put_if(path, data, IfMatch=head["ETag"])
+        except FileNotFoundError:
+            return False
+
+    def _put_if(self, path: str, data: bytes, **condition: str) -> bool:
+        # The reply to a put that won may be lost; its retry then meets our own object. The token tells.
+        token = uuid.uuid4().hex
+        try:
+            self.call("put_object", path, Body=data, Metadata={"put": token}, **condition)
+        except (FileExistsError, _PreconditionFailed):
+            return self.call("head_object", path).get("Metadata", {}).get("put") == token
+        return True
+
+    def keys(self, path: str) -> list[str]:
+        return _retry(path, lambda: self.fs.find(path))
+
+    def delete(self, path: str) -> None:
+        for key in {path, *self.keys(path)}:
+            self.call("delete_object", key)
+
+
+class _Upload:
+    """One put for a small object, a multipart upload with parallel parts for a big one."""
+
+    def __init__(self, s3: S3, path: str):
+        self._s3, self._path = s3, path
+        self._buffer = bytearray()
+        self._id: str | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._parts: list[Future[dict[str, Any]]] = []
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        written = len(view)
+        while len(self._buffer) + len(view) > PART_BYTES:
+            room = PART_BYTES - len(self._buffer)
+            self._buffer += view[:room]
+            view = view[room:]
+            self._send()
+        self._buffer += view
+        return written
+
+    def _send(self) -> None:
+        if self._id is None or self._pool is None:
+            self._id = self._s3.call("create_multipart_upload", self._path)["UploadId"]
+            self._pool = ThreadPoolExecutor(CONCURRENCY)
+        if len(self._parts) >= CONCURRENCY:
+            self._parts[-CONCURRENCY].result()  # bounds the memory to the parts in flight
+        number, body, self._buffer = len(self._parts) + 1, bytes(self._buffer), bytearray()
+        arguments = {"UploadId": self._id, "PartNumber": number, "Body": body}
+        self._parts.append(self._pool.submit(self._s3.call, "upload_part", self._path, **arguments))
+
+    def close(self) -> None:
+        if self._id is None:
+            self._s3.call("put_object", self._path, Body=bytes(self._buffer))
+            return
+        if self._buffer:
+            self._send()
+        parts = [{"PartNumber": i, "ETag": part.result()["ETag"]} for i, part in enumerate(self._parts, 1)]
+        try:
+            self._s3.call("complete_multipart_upload", self._path, UploadId=self._id, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:  # a retry after a lost reply: the upload is complete and its id is gone
+            if self._s3.size(self._path) is None:
+                raise
+        self._end()
+
+    def abort(self) -> None:
+        self._end()
+        if self._id is not None:
+            self._s3.call("abort_multipart_upload", self._path, UploadId=self._id)
+
+    def _end(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _PreconditionFailed(Exception):
+    pass
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise ConnectionError(f"read {len(data)} of {size} bytes")
+    return data
+
+
+def _retry[T](path: str, call: Callable[[], T]) -> T:
+    """Call until it succeeds or fails for a reason that time does not heal; `ATTEMPTS` times at most."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except Exception as error:
+            fault = _classify(path, error)
+            if fault is error:
+                raise
+            if not isinstance(fault, Transient) or attempt == ATTEMPTS - 1:
+                raise fault from error
+            time.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.0))
+    raise AssertionError("unreachable")
+
+
+def _classify(path: str, error: Exception) -> Exception:
+    """The fault to raise for an error of s3fs, botocore or aiohttp: itself when there is nothing to add."""
+    import aiohttp
+    from botocore import exceptions as boto
+
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
+    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) if isinstance(response, dict) else 0
+    if isinstance(error, FileExistsError):
+        return error
+    if code in _LOST or status == 412:
+        return _PreconditionFailed(path)
+    credentials = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
+    if isinstance(error, PermissionError | credentials) or code in _REFUSED:
+        return BadInput(
+            f"s3://{path}: access refused ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL "
+            "and the bucket's policy"
+        )
+    if code == "NoSuchBucket":
+        return BadInput(f"s3://{path}: there is no such bucket; create it or check AWS_ENDPOINT_URL")
+    if isinstance(error, FileNotFoundError):
+        return error
+    network = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, aiohttp.ClientError)
+    passing = isinstance(error, (ConnectionError, TimeoutError, asyncio.IncompleteReadError, *network))
+    if passing or code in _PASSING or status == 429 or status >= 500:
+        return Transient(f"s3://{path}: {type(error).__name__}: {error}")
+    if isinstance(error, OSError) and error.errno in _PASSING_ERRNO:
+        return Transient(f"s3://{path}: {error}")
+    return error

@@ -1,0 +1,307 @@
+"""Objects under a URL: a folder of this machine (file://) or a bucket (s3://), the same calls and guarantees.
+
+An object is written whole or not at all, and never seen half-written. `create` and `replace` are atomic: among racing
+callers, on any machine, one wins. Artifacts (infra/artifacts.py) are made of these calls.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Iterator, Protocol, cast
+
+from infra.errors import BadInput
+
+if TYPE_CHECKING:
+    from infra.artifacts import ArtifactRef, ArtifactWriter
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+_MAX_KEY_BYTES = 900  # S3 allows 1,024 with the prefix
+_MAX_PART_BYTES = 200  # file systems allow 255; temporary files need some of it
+_BAD_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
+
+
+class Sink(Protocol):
+    """A file being written: invisible or unfinished until `close`, which makes it durable."""
+
+    def write(self, data: Buffer) -> int: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Backend(Protocol):
+    """What Store needs of a kind of storage; paths are absolute (`/folder/x`, `bucket/x`)."""
+
+    def read(self, path: str) -> Buffer: ...
+    def size(self, path: str) -> int | None: ...
+    def open(self, path: str) -> Sink: ...
+    def create(self, path: str, data: bytes) -> bool: ...
+    def replace(self, path: str, data: bytes, expected: bytes) -> bool: ...
+    def keys(self, path: str) -> list[str]: ...
+    def delete(self, path: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Store:
+    """A root URL. Holds nothing open, so it is cheap to build, to pickle and to send.
+
+    Credentials and the endpoint of s3:// come from the environment as botocore reads them (AWS_ENDPOINT_URL,
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...) and are never part of a URL.
+
+    Errors of every call: BadInput (a bad key, access refused, no such bucket), Transient (the network or the server
+    failed, after retries), FileNotFoundError.
+    """
+
+    url: str
+    """Absolute, without a trailing slash: file:///folder or s3://bucket/prefix."""
+
+    @classmethod
+    def at(cls, url: str) -> "Store":
+        """`outputs/x` (a folder, relative or absolute), `file:///folder` or `s3://bucket/prefix`."""
+        if not url or _BAD_CHARACTERS.search(url):
+            raise BadInput(f"store URL {url!r}: expected a folder, file:///folder or s3://bucket/prefix")
+        scheme, separator, rest = url.partition("://")
+        if not separator:
+            return cls("file://" + os.path.abspath(os.path.expanduser(url)))
+        if scheme == "file" and rest.startswith("/"):
+            return cls("file://" + os.path.abspath(rest))
+        if scheme == "s3" and rest.strip("/"):
+            bucket, _, prefix = rest.rstrip("/").partition("/")
+            if re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+                return cls(f"s3://{bucket}/{check_key(prefix)}" if prefix else f"s3://{bucket}")
+        raise BadInput(f"store URL {url!r}: expected a folder, file:///folder or s3://bucket/prefix")
+
+    def __truediv__(self, key: str) -> "Store":
+        """The store one folder down."""
+        return Store(self.uri(key))
+
+    def uri(self, key: str) -> str:
+        """The URL of a key."""
+        return f"{self.url.rstrip('/')}/{check_key(key)}"
+
+    @property
+    def is_local(self) -> bool:
+        return self.url.startswith("file://")
+
+    @property
+    def backend(self) -> Backend:
+        if self.is_local:
+            return _FILES
+        from infra.s3 import connect  # s3fs costs half a second to import
+
+        return connect()
+
+    def path(self, key: str) -> str:
+        """The key's path as the backend names it; for file:// this is the path of a file."""
+        return self.uri(key).partition("://")[2]
+
+    def read(self, key: str) -> bytes:
+        """The whole object. Raises FileNotFoundError."""
+        return bytes(self.backend.read(self.path(key)))
+
+    def buffer(self, key: str) -> Buffer:
+        """The whole object without a copy: for file:// a private writable map, whose changes never reach the file."""
+        return self.backend.read(self.path(key))
+
+    def size(self, key: str) -> int | None:
+        """Bytes of the object, None when there is none."""
+        return self.backend.size(self.path(key))
+
+    def open(self, key: str) -> Sink:
+        """Begin a new object, written in pieces: for names that nobody else writes."""
+        return self.backend.open(self.path(key))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Put `data` if there is no such object. False, and nothing changed, when there is one."""
+        return self.backend.create(self.path(key), data)
+
+    def replace(self, key: str, data: bytes, expected: bytes | None) -> bool:
+        """Compare and swap, for small pointer objects: put `data` if the object is `expected` (None: absent)."""
+        if expected is None:
+            return self.create(key, data)
+        return self.backend.replace(self.path(key), data, expected)
+
+    def keys(self, folder: str = "") -> list[str]:
+        """Sorted keys of all objects below a folder of the store, as of now (no listing is cached)."""
+        root = self.url.partition("://")[2].rstrip("/")
+        found = self.backend.keys(self.path(folder) if folder else root or "/")
+        return sorted(key for path in found if _is_visible(key := path[len(root) + 1 :]))
+
+    def delete(self, key: str) -> None:
+        """Remove an object, or a folder and all below it. What is not there is fine."""
+        self.backend.delete(self.path(key))
+
+    def write(
+        self,
+        key: str,
+        kind: str,
+        *,
+        inputs: "Sequence[ArtifactRef]" = (),
+        config_hash: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        schema_version: int = 1,
+    ) -> "ArtifactWriter":
+        """Write the artifact `key` in a with-block; see ArtifactWriter."""
+        from infra.artifacts import ArtifactWriter
+
+        return ArtifactWriter(
+            self, key, kind, inputs=inputs, config_hash=config_hash, metadata=metadata, provenance=provenance,
+            schema_version=schema_version,
+        )  # fmt: skip
+
+    def find(self, key: str) -> "ArtifactRef | None":
+        """The ref of the artifact `key`, None when there is none (yet). Reads the manifest only."""
+        from infra.artifacts import find_artifact
+
+        return find_artifact(self, key)
+
+
+def check_key(key: str) -> str:
+    """A key stays under its root and means the same on every backend, else BadInput."""
+    parts = key.split("/")
+    if not key or any(part == "" for part in parts):
+        raise BadInput(f"key {key!r}: expected names separated by single slashes, none at the ends")
+    if _BAD_CHARACTERS.search(key):
+        raise BadInput(f"key {key!r}: control characters and backslashes are not allowed")
+    if any(part.startswith(".") for part in parts):
+        raise BadInput(f"key {key!r}: a name must not begin with a dot")
+    if len(key.encode()) > _MAX_KEY_BYTES or any(len(part.encode()) > _MAX_PART_BYTES for part in parts):
+        raise BadInput(f"key {key!r}: longer than {_MAX_KEY_BYTES} bytes, or a name longer than {_MAX_PART_BYTES}")
+    return key
+
+
+def _is_visible(key: str) -> bool:
+    return not any(part.startswith(".") for part in key.split("/"))
+
+
+class _Files:
+    """file://. Names that begin with a dot are its own: temporary files and locks."""
+
+    def read(self, path: str) -> Buffer:
+        with _access(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+
+    def size(self, path: str) -> int | None:
+        with _access(path):
+            return os.path.getsize(path) if os.path.isfile(path) else None
+
+    def open(self, path: str) -> "_FileSink":
+        with _access(path):
+            _make_folder(os.path.dirname(path))
+            return _FileSink(path)
+
+    def create(self, path: str, data: bytes) -> bool:
+        with self._temporary(path, data) as temporary:
+            try:
+                os.link(temporary, path)  # fails when the name is taken, whoever took it
+            except FileExistsError:
+                return False
+        return True
+
+    def replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        folder, name = os.path.split(path)
+        if not os.path.isdir(folder):
+            return False
+        with _access(path), open(f"{folder}/.{name}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or its process dies
+            try:
+                if bytes(self.read(path)) != expected:
+                    return False
+            except FileNotFoundError:
+                return False
+            with self._temporary(path, data) as temporary:
+                os.rename(temporary, path)
+        return True
+
+    @contextmanager
+    def _temporary(self, path: str, data: bytes) -> Iterator[str]:
+        """A durable file beside `path` with its future content, gone afterwards; the folder is synced at the end."""
+        folder, name = os.path.split(path)
+        with _access(path):
+            _make_folder(folder)
+            temporary = f"{folder}/.{uuid.uuid4().hex}.tmp"
+            try:
+                sink = _FileSink(temporary)
+                sink.write(data)
+                sink.close()
+                yield temporary
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            _sync_folder(folder)
+
+    def keys(self, path: str) -> list[str]:
+        with _access(path):
+            return [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
+
+    def delete(self, path: str) -> None:
+        with _access(path), suppress(FileNotFoundError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+class _FileSink:
+    def __init__(self, path: str):
+        self._path = path
+        self._file = open(path, "xb", buffering=0)
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):  # a raw write takes at most 2 GiB
+            written += self._file.write(view[written:])
+        return written
+
+    def close(self) -> None:
+        with self._file:
+            os.fsync(self._file.fileno())
+        _sync_folder(os.path.dirname(self._path))
+
+    def abort(self) -> None:
+        self._file.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+def _make_folder(folder: str) -> None:
+    """makedirs whose new names survive a power cut."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    _make_folder(parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _access(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise BadInput(f"file://{path}: permission denied; give this user access or choose another store") from error
+    except (NotADirectoryError, IsADirectoryError) as error:
+        raise BadInput(
+            f"file://{path}: a name of this key is a file where a folder is needed, or the reverse"
+        ) from error
+
+
+_FILES = cast(Backend, _Files())
