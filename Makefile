@@ -1,0 +1,61 @@
+# Two commands do it all: `make quickstart` and `make test`. Both install what they need on the first call.
+SHELL := /bin/bash
+PYTHON_VERSION := 3.12
+EXTRA ?= cpu
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := .tools/bin/uv
+# Everything local to this machine: models, store, Prefect's and MLflow's databases.
+export POLICYFLOW_HOME ?= $(CURDIR)/outputs
+export PREFECT_HOME ?= $(POLICYFLOW_HOME)/prefect
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+export DO_NOT_TRACK ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: quickstart test bench lint lock prefect-ui mlflow-ui s3 clean
+.DEFAULT_GOAL := quickstart
+
+PROFILE ?= smollm2-cpu
+RUN ?= quickstart
+
+quickstart: $(VENV)/.installed-$(EXTRA)  ## train SmolLM2 to add; the same command resumes an interrupted run
+	@$(PY) -m flows train $(PROFILE) run=$(RUN) $(SET)
+
+test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components
+	$(PY) -m pytest $(TESTS)
+
+bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
+	$(PY) -m tests.bench $(or $(BENCH),all)
+
+lint: $(VENV)/.installed-$(EXTRA)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/ty check
+
+prefect-ui: $(VENV)/.installed-$(EXTRA)  ## Prefect's UI on the runs made here, http://127.0.0.1:4200
+	$(VENV)/bin/prefect server start --host 127.0.0.1
+
+mlflow-ui: $(VENV)/.installed-$(EXTRA)  ## MLflow's UI on the runs made here, http://127.0.0.1:5000
+	$(VENV)/bin/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///$(POLICYFLOW_HOME)/mlflow.db
+
+s3: $(VENV)/.installed-$(EXTRA)  ## a real S3 server (SeaweedFS) on 127.0.0.1:8333
+	$(PY) -m infra.s3_server --dir $(POLICYFLOW_HOME)/s3 --port 8333
+
+# The environment, from the lock with hashes. uv itself comes into .tools, whatever Python is at hand.
+$(UV):
+	@python3 -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.installed-$(EXTRA): requirements/$(EXTRA).txt pyproject.toml | $(UV)
+	@echo "installing the environment from requirements/$(EXTRA).txt (about 7 GB; minutes the first time)"
+	@test -x $(PY) || $(UV) venv --quiet --python $(PYTHON_VERSION) $(VENV)
+	@$(UV) pip sync --quiet --python $(VENV) --require-hashes requirements/$(EXTRA).txt
+	@$(UV) pip install --quiet --python $(VENV) --no-deps --editable .
+	@touch $@
+
+lock: | $(UV)  ## resolve again: requirements/cpu.txt, gpu.txt
+	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra cpu --group dev -o requirements/cpu.txt
+	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra gpu --group dev -o requirements/gpu.txt
+
+clean:  ## remove what runs have left (not the environment)
+	rm -rf $(POLICYFLOW_HOME)

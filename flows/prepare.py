@@ -1,0 +1,32 @@
+"""The prepare flow: a source of problems becomes a dataset artifact."""
+
+from typing import Any
+
+from prefect import flow
+
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.store import Store
+from infra.errors import BadInput
+from infra.run import Stage
+from tasks.dataset.config import DatasetConfig
+from tasks.dataset.task import prepare_dataset
+
+
+@flow(name="prepare", persist_result=False)
+def prepare(dataset: DatasetConfig, store: str = "outputs/store") -> dict[str, Any]:
+    """Prepare a dataset; returns its ref."""
+    return dataset_of(Store.at(store).url, dataset).model_dump()
+
+
+def dataset_of(store: str, config: DatasetConfig) -> ArtifactRef:
+    """The dataset that the settings describe, prepared if it is not in the store; runs share it."""
+    stage = Stage(store=store, folder="datasets", name=config.environment, settings=config.digest())
+    return prepare_dataset(stage, config)
+
+
+def split_size(dataset: ArtifactRef, split: str) -> int:
+    """Prompts in a split of the dataset. Raises BadInput for a split that it does not have, or an empty one."""
+    counts = open_artifact(dataset).metadata["prompts"]
+    if not counts.get(split):
+        raise BadInput(f"dataset {dataset.uri}: no prompts in split {split!r}; it has {counts}")
+    return counts[split]

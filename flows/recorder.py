@@ -1,0 +1,151 @@
+"""What a train run tells: progress lines, MLflow, Prefect's artifacts, report.json and the reward curve."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+
+from flows import report
+from flows.session import Session
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.run import Head
+
+Times = Callable[[str, str], AbstractContextManager[None]]
+
+
+class Recorder:
+    """The history of a run, rebuilt from the store's artifacts when the run is resumed."""
+
+    def __init__(self, session: Session, dataset: ArtifactRef, head: Head):
+        self.session = session
+        self.heldout: dict[str, dict[str, float]] = {}
+        self.verification: ArtifactRef | None = None
+        self.history = [committed_step(update) for update in updates_of(head)]
+        self.before = session.run.read_json("report.json") or {}
+        self.walls: list[tuple[float, float]] = []  # (wall, engine) seconds of this process's steps
+        self.last: dict[str, float] = {}
+        self.prompts = {
+            row["prompt_id"]: report.prompt_text(row)
+            for row in open_artifact(dataset).table("train").to_pylist()
+        }
+        self.progress_id = create_progress_artifact(
+            progress=100 * head.step / session.config.steps, key=f"{key(session.run.name)}-progress",
+            description=f"Steps of {session.run.name}",
+        )  # fmt: skip
+        where = f"resumed at step {head.step}" if session.resumed and head.step else "new"
+        session.progress.line(f"run {session.run.name} ({where}), {session.config.steps} steps, store {session.run.store}")
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Times]:
+        """Time a step; yields a context manager that times a stage of it."""
+        seconds: dict[str, float] = {}
+
+        @contextmanager
+        def stage(name: str, what: str) -> Iterator[None]:
+            started = time.perf_counter()
+            with self.session.progress.waiting(f"step {step + 1}: {what}"):
+                yield
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+
+        self.started = time.perf_counter()
+        yield stage
+        self.last = seconds
+
+    def record(self, head: Head) -> None:
+        """Tell about the step that `head` has just committed."""
+        session, step = self.session, head.step - 1
+        entry = committed_step(head.update)
+        metrics = entry["metrics"]
+        metrics |= {f"seconds/{name}": value for name, value in self.last.items()}
+        markdown = report.step_markdown(step, metrics, entry["refs"]["scored"], self.prompts)
+        create_markdown_artifact(markdown, key=f"{key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}")
+        update_progress_artifact(self.progress_id, progress=100 * head.step / session.config.steps)
+        wall = time.perf_counter() - self.started
+        self.walls.append((wall, entry["engine_s"]))
+        metrics |= {"seconds/step": wall, "tokens_per_s": metrics["rollout/tokens"] / wall}
+        self.history.append(entry)
+        session.tracker.step(step, metrics, entry["refs"] | {"policy": head.policy})
+        remaining = session.config.steps - head.step
+        eta = remaining * sum(w for w, _ in self.walls[-5:]) / len(self.walls[-5:])
+        session.progress.line(report.step_line(step, session.config.steps, metrics, eta))
+        self._write(head)
+
+    def finish(self, head: Head) -> dict[str, Any]:
+        """The report of a finished run, with its picture, in the run's folder, MLflow and Prefect."""
+        session = self.session
+        picture = report.reward_curve(self.history, {when: values["accuracy"] for when, values in self.heldout.items()})
+        session.run.write_bytes("reward.png", picture)
+        values = self._write(head)
+        figures = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        session.tracker.summary(figures, {"policy": head.policy}, picture)
+        create_markdown_artifact(
+            report.run_markdown(session.run.name, session.run.store, values, self.history),
+            key=f"{key(session.run.name)}-report", description=f"Report of {session.run.name}",
+        )  # fmt: skip
+        folder = f"{session.run.store}/runs/{session.run.name}"
+        for line in report.summary_lines(values, folder, session.tracker.uri, session.tracker.run_id):
+            session.progress.line(line)
+        return values
+
+    def _write(self, head: Head) -> dict[str, Any]:
+        wall, engine = (sum(column) for column in zip(*self.walls, strict=True)) if self.walls else (0.0, 0.0)
+        rewards = [entry["metrics"]["reward/mean"] for entry in self.history]
+        k3 = [entry["metrics"]["update/k3_mean"] for entry in self.history]
+        values = {
+            "run": self.session.run.name,
+            "steps": head.step,
+            "reward_first": rewards[0] if rewards else None,
+            "reward_last": rewards[-1] if rewards else None,
+            "heldout_before": self.heldout.get("before", {}).get("accuracy"),
+            "heldout_after": self.heldout.get("after", {}).get("accuracy"),
+            "k3_mean": sum(k3) / len(k3) if k3 else None,
+            "seconds": self.before.get("seconds", 0.0) + time.monotonic() - self.session.opened,
+            "peak_rss_gib": max(self.before.get("peak_rss_gib", 0.0), self.session.progress.peak_rss_bytes / 2**30),
+            "overhead_share": 1 - engine / wall if wall else self.before.get("overhead_share"),
+            "policy_digest": open_artifact(head.policy).metadata["policy_digest"],
+            "policy": head.policy.model_dump(),
+        }
+        self.session.run.write_json("report.json", values)
+        return values
+
+
+def updates_of(head: Head) -> list[ArtifactRef]:
+    """The updates that lead to `head`, oldest first, without the base."""
+    updates: list[ArtifactRef] = []
+    ref = head.update
+    while inputs := open_artifact(ref).manifest.inputs:
+        updates.append(ref)
+        ref = inputs[0]
+    return updates[::-1]
+
+
+def committed_step(update: ArtifactRef) -> dict[str, Any]:
+    """What the store knows of a committed step: its number, metrics, refs and the engines' seconds."""
+    manifest = open_artifact(update).manifest
+    scored = manifest.inputs[1]
+    scored_manifest = open_artifact(scored).manifest
+    rollouts = scored_manifest.inputs[0]
+    rollout_manifest = open_artifact(rollouts).manifest
+    metrics = {
+        **_numbers("rollout", rollout_manifest.metadata),
+        **_numbers("reward", scored_manifest.metadata["metrics"]),
+        **_numbers("update", manifest.metadata["metrics"]),
+    }
+    engine = sum(m.provenance["engine_s"] for m in (rollout_manifest, scored_manifest, manifest))
+    return {
+        "step": manifest.metadata["step"],
+        "metrics": metrics,
+        "refs": {"rollouts": rollouts, "scored": scored, "update": update},
+        "engine_s": engine,
+    }
+
+
+def key(name: str) -> str:
+    """A Prefect artifact key: lower case, digits and dashes."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def _numbers(prefix: str, values: dict[str, Any]) -> dict[str, float]:
+    return {f"{prefix}/{name}": float(v) for name, v in values.items() if isinstance(v, int | float)}

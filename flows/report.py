@@ -1,0 +1,112 @@
+"""A run's report: report.json, the reward curve, and the markdown that Prefect shows."""
+
+import io
+import json
+from typing import Any
+
+import pyarrow as pa
+
+from infra.artifacts import ArtifactRef, open_artifact
+
+SHOWN = {
+    "reward": ("reward/mean", "{:.3f}"),
+    "k3": ("update/k3_mean", "{:.1e}"),
+    "entropy": ("update/entropy", "{:.2f}"),
+    "grad norm": ("update/grad_norm", "{:.2f}"),
+}
+
+
+def reward_curve(history: list[dict[str, Any]], heldout: dict[str, float]) -> bytes:
+    """The mean reward by step, and held-out accuracy before and after, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    steps = [entry["step"] for entry in history]
+    axes.plot(steps, [entry["metrics"]["reward/mean"] for entry in history], marker="o", markersize=3, label="reward (step mean)")
+    ends = {"before": steps[0] if steps else 0, "after": steps[-1] if steps else 0}
+    points = [(ends[when], value) for when, value in heldout.items() if when in ends]
+    if points:
+        axes.scatter(*zip(*points, strict=True), marker="D", color="tab:orange", zorder=3, label="held-out accuracy")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
+def step_markdown(step: int, metrics: dict[str, float], scored: ArtifactRef, dataset_prompts: dict[str, str], rows: int = 8) -> str:
+    """The page of a step: its metrics, and sampled prompts, responses and rewards as a table."""
+    table = open_artifact(scored).table("scored")
+    lines = [f"# Step {step}", "", "| metric | value |", "| --- | --- |"]
+    lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
+    lines += ["", "| prompt | response | reward | advantage |", "| --- | --- | ---: | ---: |"]
+    for row in _spread(table, rows).to_pylist():
+        prompt = dataset_prompts.get(row["prompt_id"], row["prompt_id"])
+        lines.append(f"| {_cell(prompt)} | {_cell(row['response_text'])} | {row['reward']:.2f} | {row['advantage']:+.2f} |")
+    return "\n".join([*lines, "", f"Artifact: `{scored.uri}`"])
+
+
+def prompt_text(row: dict[str, Any]) -> str:
+    """What a person reads as the prompt: the last message, or the text."""
+    return json.loads(row["messages"])[-1]["content"] if row["messages"] else row["text"]
+
+
+def step_line(step: int, steps: int, metrics: dict[str, float], eta_s: float) -> str:
+    """One line of progress."""
+    shown = "  ".join(f"{name} {form.format(metrics[key])}" for name, (key, form) in SHOWN.items() if key in metrics)
+    times = "  ".join(f"{stage} {metrics[f'seconds/{stage}']:.1f} s" for stage in ("rollout", "update", "sync"))
+    rate = f"{metrics['tokens_per_s']:.0f} tok/s"
+    return f"step {step + 1:>3}/{steps}  {shown}  |  {times}  |  {rate}, {eta_s / 60:.1f} min left"
+
+
+def _spread(table: pa.Table, rows: int) -> pa.Table:
+    stride = max(1, table.num_rows // rows)
+    return table.take(list(range(0, table.num_rows, stride))[:rows])
+
+
+def _cell(text: str) -> str:
+    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return flat if len(flat) <= 160 else flat[:157] + "..."
+
+
+def run_markdown(name: str, store: str, values: dict[str, Any], history: list[dict[str, Any]]) -> str:
+    """The page of a run: its figures and its steps."""
+    lines = [f"# Run {name}", "", f"Artifacts: `{store}/runs/{name}`", "", "| figure | value |", "| --- | --- |"]
+    lines += [f"| {key} | {_figure(value)} |" for key, value in values.items() if not isinstance(value, dict)]
+    lines += ["", "| step | reward | k3 | grad norm |", "| ---: | ---: | ---: | ---: |"]
+    for entry in history:
+        m = entry["metrics"]
+        lines.append(
+            f"| {entry['step']} | {m['reward/mean']:.3f} | {m['update/k3_mean']:.1e} | {m['update/grad_norm']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def summary_lines(values: dict[str, Any], folder: str, mlflow_uri: str, mlflow_run: str | None) -> list[str]:
+    """What a run says at its end: the figures, and where to look."""
+    shown = lambda name, form="{:.3f}": form.format(values[name]) if values[name] is not None else "-"  # noqa: E731
+    return [
+        "",
+        f"run {values['run']} is complete: {values['steps']} steps, {values['seconds'] / 60:.1f} minutes",
+        f"  reward             {shown('reward_first')} -> {shown('reward_last')}",
+        f"  held-out accuracy  {shown('heldout_before')} -> {shown('heldout_after')}",
+        f"  k3 (vLLM, trainer) {shown('k3_mean', '{:.1e}')}",
+        f"  outside engines    {shown('overhead_share', '{:.1%}')} of a step",
+        f"  peak memory        {shown('peak_rss_gib', '{:.1f}')} GiB",
+        f"  policy             {values['policy_digest']}",
+        f"  artifacts          {folder}",
+        f"  reward curve       {folder}/reward.png",
+        "",
+        "See this run:",
+        "  Prefect            make prefect-ui    then http://127.0.0.1:4200/runs",
+        f"  MLflow             make mlflow-ui     then http://127.0.0.1:5000 (run {mlflow_run} in {mlflow_uri})",
+    ]
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,123 @@
+"""What a flow needs around its tasks: the run, the engines' specs, tracking and progress; all of it ends with the flow."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.config import TrainConfig
+from infra.actors import Engine, EngineSpec, start_ray, stop_ray
+from infra.store import Store
+from infra.models.catalog import fingerprint, prepare_model, vocab_size
+from infra.progress import Progress
+from infra.run import Run
+from infra.tracking import Tracker
+
+
+def home() -> Path:
+    """Folder of everything that is local to this machine: models, Prefect's and MLflow's databases."""
+    return Path(os.environ.get("POLICYFLOW_HOME", "outputs")).absolute()
+
+
+@dataclass
+class Session:
+    """An open run."""
+
+    config: TrainConfig
+    run: Run
+    model: str
+    fingerprint: str
+    vocab_size: int
+    resumed: bool
+    progress: Progress
+    tracker: Tracker
+    started: list[EngineSpec] = field(default_factory=list)
+    opened: float = field(default_factory=time.monotonic)
+
+    @property
+    def rollout_engine(self) -> EngineSpec:
+        """The resident vLLM engine."""
+        return self._engine("rollout")
+
+    @property
+    def fresh_engine(self) -> EngineSpec:
+        """A second vLLM engine, loaded to verify the resident one."""
+        return self._engine("verification")
+
+    @property
+    def trainer(self) -> EngineSpec:
+        """The resident Megatron trainer."""
+        return EngineSpec(
+            name=f"{self.run.name}/trainer",
+            factory="tasks.update.resident:ResidentTrainer",
+            settings={
+                "model": self.model,
+                "config": self.config.update.model_dump(mode="json"),
+                "seed": self.config.seed,
+                "store": self.run.store,
+                "checkpoints": f"runs/{self.run.name}/checkpoints",
+            },
+            follow="tasks.update.resident:follow",
+            environment=self._environment(),
+            gpus=self.config.resources.update_gpus,
+        )
+
+    def load_engines(self) -> None:
+        """Load vLLM and Megatron side by side, and wait for both."""
+        self.started += [self.rollout_engine, self.trainer]
+        with self.progress.waiting("loading vLLM and Megatron"):
+            for spec in self.started:
+                Engine(spec).start()
+            for spec in self.started:
+                Engine(spec).load(self.config.timeouts.load_s)
+
+    def _engine(self, name: str) -> EngineSpec:
+        return EngineSpec(
+            name=f"{self.run.name}/{name}",
+            factory="tasks.rollout.engine:load_engine",
+            settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json")},
+            follow="tasks.sync.apply:follow",
+            environment=self._environment(),
+            gpus=self.config.resources.rollout_gpus,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self.config.resources.threads or os.cpu_count() or 1)
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextmanager
+def open_session(config: TrainConfig, run_name: str) -> Iterator[Session]:
+    """Check the input, claim or resume the run, start Ray; afterwards free every process that was started.
+
+    Raises BadInput for whatever is wrong with the model, the store or the run's name, before anything starts.
+    """
+    store = Store.at(config.store).url
+    model = prepare_model(config.model, home() / "models")
+    run = Run(store=store, name=run_name)
+    digest = fingerprint(model)
+    resumed = run.open(config.identity() | {"model_fingerprint": digest})
+    progress = Progress()
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
+    tracker = Tracker(uri, config.tracking.experiment, run_name, store, config.model_dump(mode="json"))
+    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker)
+    status = "FAILED"
+    try:
+        start_ray()
+        yield session
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        for spec in session.started:
+            Engine(spec).stop()
+        stop_ray()
+        faults = tracker.finish(status)
+        progress.close()
+        for fault in faults:
+            progress.line(f"MLflow missed something (the run itself is whole): {fault}")
+

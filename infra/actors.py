@@ -1,0 +1,159 @@
+"""Resident engines: Ray actors that hold an engine for a whole run, found again or replaced when they are lost.
+
+A task names a function and the policy version it needs; the actor brings its engine to that version and runs the
+function on it. So a fresh engine, a restarted one and a warm one take the same path, and a flow holds no weights.
+"""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from infra.artifacts import ArtifactRef
+from infra.config import Config
+from infra.errors import BadInput, Corrupted, Transient
+
+NAMESPACE = "policyflow"
+
+
+class EngineSpec(Config):
+    """How to build a resident engine, as small JSON."""
+
+    name: str
+    """The actor's name, unique on the Ray cluster: <run>/<room>."""
+    factory: str
+    """`module:callable` that builds the engine from `settings`, inside the actor's process."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of the factory, JSON."""
+    follow: str
+    """`module:function(engine, ref)` that brings the engine to a version."""
+    environment: dict[str, str] = {}
+    """Environment variables of the actor's process, set before the engine's libraries are imported."""
+    cpus: float = 1
+    """CPU cores that Ray reserves. Engines take turns, so this is a reservation, not a limit."""
+    gpus: float = 0
+    """GPUs that Ray reserves."""
+
+
+class EngineLost(Transient):
+    """The actor died or did not answer in time; the next call builds a new one."""
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """`package.module:name` -> the object it names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Resident:
+    """The actor's body. Ray runs one call at a time, so an engine never sees two."""
+
+    def __init__(self, spec: EngineSpec):
+        os.environ.update(spec.environment)
+        self.spec = spec
+        self.engine: Any = None
+
+    def load(self) -> int:
+        """Build the engine (once); returns the process id, which the recovery tests kill."""
+        if self.engine is None:
+            self.engine = resolve(self.spec.factory)(**self.spec.settings)
+        return os.getpid()
+
+    def call(self, function: str, version: ArtifactRef | None, arguments: dict[str, Any]) -> Any:
+        """Bring the engine to `version` (None: as it is), then return `function(engine, **arguments)`."""
+        self.load()
+        if version is not None:
+            resolve(self.spec.follow)(self.engine, version)
+        return resolve(function)(self.engine, **arguments)
+
+
+def start_ray(address: str | None = None) -> None:
+    """Join the cluster at `address` or RAY_ADDRESS, else start Ray in this process tree; a no-op when it runs."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+    if address:
+        ray.init(address, **quiet)
+    else:
+        # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
+        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=128 * 1024**2, **quiet)
+
+
+def stop_ray() -> None:
+    """Leave the cluster; actors of this process, and a Ray that it started, end with it."""
+    import ray
+
+    ray.shutdown()
+
+
+class Engine:
+    """A handle on a resident engine. Creating it costs nothing; the actor starts with `load` or the first call."""
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+
+    def _actor(self) -> Any:
+        import ray
+
+        options = {"name": self.spec.name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
+        actor = ray.remote(Resident).options(
+            num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
+        )
+        return actor.remote(self.spec)
+
+    def start(self) -> Any:
+        """Begin to load the engine and return at once: engines load side by side."""
+        return self._actor().load.remote()
+
+    def load(self, timeout_s: float | None = None) -> int:
+        """Wait until the engine is loaded; its process id."""
+        return self._get(lambda actor: actor.load.remote(), timeout_s)
+
+    def call(
+        self, function: str, *, version: ArtifactRef | None = None, timeout_s: float | None = None, **arguments: Any
+    ) -> Any:
+        """`function(engine, **arguments)` in the actor, the engine brought to `version` first.
+
+        Raises EngineLost when the actor died or did not answer within `timeout_s` (it is killed then, so that a
+        retry does not wait behind it); what the function raised is raised as it is.
+        """
+        return self._get(lambda actor: actor.call.remote(function, version, arguments), timeout_s)
+
+    def _get(self, submit: Callable[[Any], Any], timeout_s: float | None) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        actor = self._actor()
+        try:
+            return ray.get(submit(actor), timeout=timeout_s)
+        except GetTimeoutError as error:
+            self.stop()
+            raise EngineLost(f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; it was stopped") from error
+        except RayActorError as error:
+            self.stop()
+            raise EngineLost(f"engine {self.spec.name} died: {_first_line(error)}") from error
+        except RayTaskError as error:
+            # Keep the kind of the fault: Ray wraps it, and retries are decided by its type.
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            if isinstance(cause, BadInput | Corrupted | Transient):
+                raise cause from None
+            raise
+
+    def stop(self) -> None:
+        """End the actor's process now; a call after this builds a new one."""
+        import ray
+
+        try:
+            ray.kill(ray.get_actor(self.spec.name, namespace=NAMESPACE), no_restart=True)
+        except ValueError:
+            pass
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

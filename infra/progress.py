@@ -1,0 +1,70 @@
+"""What a run says while it runs: one line a step, and what it is waiting for."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+
+class Progress:
+    """Lines for a person, on standard output; the memory of all the run's processes, sampled as it goes."""
+
+    SAMPLE_S = 1.0
+    REMIND_S = 15.0  # where there is no terminal, how often a long wait is mentioned
+
+    def __init__(self) -> None:
+        self.peak_rss_bytes = 0
+        self._waiting: tuple[str, float] | None = None
+        self._reminded = 0.0
+        self._live = sys.stdout.isatty()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+        self._thread.start()
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        print(("\r\033[K" if self._live else "") + text, flush=True)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what is being waited for while the block runs."""
+        self._waiting = (what, time.monotonic())
+        self._reminded = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting = None
+            if self._live:
+                print("\r\033[K", end="", flush=True)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.SAMPLE_S):
+            self.peak_rss_bytes = max(self.peak_rss_bytes, tree_rss())
+            if waiting := self._waiting:
+                what, since = waiting
+                seconds = time.monotonic() - since
+                if self._live:
+                    print(f"\r\033[K  ... {what} ({seconds:.0f} s)", end="", flush=True)
+                elif time.monotonic() - self._reminded > self.REMIND_S:
+                    self._reminded = time.monotonic()
+                    print(f"  ... {what} ({seconds:.0f} s)", flush=True)
+
+
+def tree_rss() -> int:
+    """Resident bytes of this process and all its descendants (shared pages counted in each)."""
+    this = psutil.Process()
+    total = 0
+    for process in [this, *this.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            continue
+    return total

@@ -1,0 +1,25 @@
+"""Reward scoring: rollouts become a scored batch with rewards, advantages and loss masks."""
+
+import time
+
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.run import Stage
+from infra.stages import stage_task
+from tasks.reward.config import RewardConfig
+
+
+@stage_task("reward")
+def score_rollouts(stage: Stage, config: RewardConfig, *, rollouts: ArtifactRef, dataset: ArtifactRef, split: str) -> ArtifactRef:
+    """Artifact of kind `scored`: scored.parquet (schema SCORED), with the reward metrics as metadata."""
+    from tasks.reward.scoring import score
+
+    if done := stage.committed():
+        return done
+    prompts = open_artifact(dataset).table(f"{split}")
+    table = open_artifact(rollouts).table("rollouts")
+    started = time.perf_counter()
+    scored, metrics = score(table, prompts, config)
+    seconds = time.perf_counter() - started
+    with stage.write("scored", metadata={"metrics": metrics}, provenance={"engine_s": seconds}) as writer:
+        writer.table("scored", scored)
+    return writer.ref

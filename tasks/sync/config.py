@@ -1,0 +1,18 @@
+"""Settings of weight sync."""
+
+from pydantic import Field
+
+from infra.config import Config
+
+
+class SyncConfig(Config):
+    """How policy versions are published and verified."""
+
+    probe_sequences: int = Field(4, ge=1)
+    """Token sequences in the probe batch, scored by trainer and engine after every sync."""
+    probe_length: int = Field(32, ge=2)
+    """Tokens in a probe sequence."""
+    probe_tolerance: float = Field(2e-2, gt=0)
+    """Largest |trainer - engine| logprob on the probe that a sync may show (nats)."""
+    keep_versions: int = Field(3, ge=1)
+    """Policy versions whose tensors are kept while a run goes on; version 0 and the last one always are."""

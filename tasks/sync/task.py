@@ -1,0 +1,74 @@
+"""Weight sync: the policy after an update becomes a version in the store, and every engine acknowledges it."""
+
+import time
+
+from infra.actors import Engine, EngineSpec
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.run import Stage
+from infra.stages import stage_task
+from tasks.sync.config import SyncConfig
+from tasks.sync.verify import compare, probe_sequences
+
+
+@stage_task("publish")
+def publish_policy(stage: Stage, trainer: EngineSpec, *, update: ArtifactRef, timeout_s: float | None) -> ArtifactRef:
+    """Artifact of kind `policy`: the version after `update`, every tensor with its digest."""
+    if done := stage.committed():
+        return done
+    return Engine(trainer).call("tasks.sync.publish:publish", version=update, timeout_s=timeout_s, stage=stage)
+
+
+@stage_task("sync")
+def sync_engine(
+    stage: Stage,
+    engine: EngineSpec,
+    trainer: EngineSpec,
+    config: SyncConfig,
+    *,
+    update: ArtifactRef,
+    policy: ArtifactRef,
+    vocab_size: int,
+    timeout_s: float | None,
+) -> ArtifactRef:
+    """Artifact of kind `ack`: the engine holds the version and agrees with the trainer on the probe.
+
+    An engine that is not at the version (a new one, say) is brought there even if the acknowledgement is committed.
+    """
+    sequences = probe_sequences(config, vocab_size)
+    started = time.perf_counter()
+    engine_logprobs = Engine(engine).call(
+        "tasks.sync.verify:score", version=policy, timeout_s=timeout_s, sequences=sequences
+    )
+    seconds = time.perf_counter() - started
+    if done := stage.committed():
+        return done
+    trainer_logprobs = Engine(trainer).call(
+        "tasks.sync.verify:score", version=update, timeout_s=timeout_s, sequences=sequences
+    )
+    result = compare(trainer_logprobs, engine_logprobs, config.probe_tolerance)
+    with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance={"apply_s": seconds}) as writer:
+        writer.json("probe", result.model_dump())
+    return writer.ref
+
+
+@stage_task("verify")
+def verify_against_fresh_engine(
+    stage: Stage, fresh: EngineSpec, config: SyncConfig, *, policy: ArtifactRef, ack: ArtifactRef, vocab_size: int
+) -> ArtifactRef:
+    """Artifact of kind `verification`: an engine loaded afresh with the version gives the updated engine's logprobs.
+
+    The updated engine went through every sync of the run, the fresh one through none: any weight that an update in
+    place did not reach shows here. Raises SyncMismatch unless the logprobs are equal.
+    """
+    if done := stage.committed():
+        return done
+    updated = open_artifact(ack).json("probe")["engine"]
+    engine = Engine(fresh)
+    try:
+        loaded = engine.call("tasks.sync.verify:score", version=policy, sequences=probe_sequences(config, vocab_size))
+    finally:
+        engine.stop()
+    result = compare(loaded, updated, tolerance=1e-6)
+    with stage.write("verification", metadata={"max_diff": result.max_diff}) as writer:
+        pass
+    return writer.ref

@@ -1,0 +1,131 @@
+"""The trainer as a resident engine: it follows updates, replaying what it has missed from the store.
+
+An update artifact's inputs are (parent update, scored batch). A trainer that is not where it should be goes back to
+the nearest checkpoint and applies the stored batches again; nothing is generated twice, and on the CPU the rebuilt
+policy is bit-identical to the lost one.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.store import Store
+from infra.run import Stage
+from tasks.update.config import UpdateConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ResidentTrainer:
+    """A trainer that knows which update it stands at."""
+
+    def __init__(self, model: str, config: dict[str, Any], seed: int, store: str, checkpoints: str):
+        self._arguments = (model, UpdateConfig.model_validate(config), seed)
+        self.store, self.checkpoints = store, checkpoints
+        self._saving: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the base model."""
+        from tasks.update.trainer import Trainer
+
+        self.finish_saving()
+        self.position: str | None = None
+        self.trainer = Trainer(*self._arguments)
+
+    def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(Hugging Face name, tensor) of the policy."""
+        return self.trainer.export()
+
+    def checkpoint_key(self, update: ArtifactRef) -> str:
+        """Where the checkpoint of the state after `update` lies, if it was taken."""
+        return f"{self.checkpoints}/{update.digest.rpartition(':')[2][:16]}"
+
+    def save(self, update: ArtifactRef) -> None:
+        """Write a checkpoint in the background; the next change of the state waits for it."""
+        tensors, state = self.trainer.state()
+
+        def write() -> None:
+            try:
+                options = {"inputs": [update], "config_hash": self._arguments[1].digest()}
+                with Store.at(self.store).write(self.checkpoint_key(update), "checkpoint", **options) as writer:
+                    writer.tensors("state", tensors)
+                    writer.json("state", state)
+            except Exception as error:
+                self._failure = error
+
+        self.finish_saving()
+        self._saving = threading.Thread(target=write, name="checkpoint")
+        self._saving.start()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint being written. A failed one is raised here: silence would cost the run later."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def restore(self, update: ArtifactRef) -> bool:
+        """Load the checkpoint of `update`; False if there is none."""
+        checkpoint = Store.at(self.store).find(self.checkpoint_key(update))
+        if checkpoint is None:
+            return False
+        artifact = open_artifact(checkpoint)
+        self.trainer.load_state(artifact.tensors("state"), artifact.json("state"))
+        self.position = update.digest
+        return True
+
+    def apply(self, scored: ArtifactRef) -> dict[str, float]:
+        """One optimizer step on a stored batch. The position is unknown until the update is committed."""
+        self.finish_saving()
+        self.position = None
+        return self.trainer.update(open_artifact(scored).table("scored"))
+
+
+def follow(trainer: ResidentTrainer, update: ArtifactRef) -> None:
+    """Bring the trainer to the state right after `update`."""
+    behind: list[tuple[ArtifactRef, ArtifactRef]] = []
+    ref = update
+    while trainer.position != ref.digest and not _restored(trainer, ref):
+        inputs = open_artifact(ref).manifest.inputs
+        if not inputs:  # the base
+            trainer.reset()
+            trainer.position = ref.digest
+            break
+        parent, scored = inputs
+        behind.append((ref, scored))
+        ref = parent
+    for ref, scored in reversed(behind):
+        trainer.apply(scored)
+        trainer.position = ref.digest
+
+
+def _restored(trainer: ResidentTrainer, ref: ArtifactRef) -> bool:
+    trainer.finish_saving()
+    return trainer.restore(ref)
+
+
+def update(trainer: ResidentTrainer, stage: Stage, scored: ArtifactRef, checkpoint: bool) -> ArtifactRef:
+    """Apply one optimizer step to the parent state (where `follow` has brought the trainer) and commit it."""
+    if done := stage.committed():  # the reply of a call before this one was lost
+        return done
+    started = time.perf_counter()
+    metrics = trainer.apply(scored)
+    seconds = time.perf_counter() - started
+    with stage.write("update", metadata={"metrics": metrics, "step": stage.step}, provenance={"engine_s": seconds}) as writer:
+        pass
+    trainer.position = writer.ref.digest
+    if checkpoint:
+        trainer.save(writer.ref)
+    return writer.ref
+
+
+def finish(trainer: ResidentTrainer) -> None:
+    """Wait until everything that the trainer started to write is written."""
+    trainer.finish_saving()
