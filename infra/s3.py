@@ -216,7 +216,7 @@ def _classify(path: str, error: Exception) -> Exception:
     if code in _LOST or status == 412:
         return _PreconditionFailed(path)
     credentials = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
-    if isinstance(error, PermissionError | credentials) or code in _REFUSED:
+    if isinstance(error, (PermissionError, *credentials)) or code in _REFUSED:
         return BadInput(
             f"s3://{path}: access refused ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL "
             "and the bucket's policy"
