@@ -1,0 +1,95 @@
+"""Finds an environment by name, module or path, and calls its `load_environment()`."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import environments
+from environments.environment import Environment
+from infra.errors import BadInput
+
+_MACHINERY = {"environment", "registry", "reference", "numbers"}
+
+
+def known_environments() -> list[str]:
+    """Names of the environments in this package."""
+    return sorted(m.name for m in pkgutil.iter_modules(environments.__path__) if m.name not in _MACHINERY)
+
+
+def load_environment(name_or_path: str, **args: Any) -> Environment:
+    """The environment called `name_or_path`, built with `args`.
+
+    `name_or_path` is a folder or .py file (anything with a slash, or that ends in .py), one of `known_environments()`, or the
+    dotted name of an installed module. Raises BadInput when there is none, or when its `load_environment` does not take `args`.
+    """
+    module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
+    factory = getattr(module, "load_environment", None)
+    if not callable(factory):
+        raise BadInput(f"environment {name_or_path!r}: {module.__file__} has no function load_environment()")
+    _check_arguments(name_or_path, factory, args)
+    environment = factory(**args)
+    if not isinstance(environment, Environment):
+        raise BadInput(
+            f"environment {name_or_path!r}: load_environment() returned {type(environment).__name__}, "
+            "which lacks a `name` or a `reward(response, answer, metadata)`"
+        )
+    return environment
+
+
+def is_path(name_or_path: str) -> bool:
+    """Whether it names a file or folder, not a module."""
+    return "/" in name_or_path or name_or_path.endswith(".py") or name_or_path in {".", ".."}
+
+
+def _load_module(name: str) -> ModuleType:
+    ours = known_environments()
+    qualified = f"environments.{name}" if name in ours else name
+    try:
+        return importlib.import_module(qualified)
+    except ModuleNotFoundError as error:
+        # A missing import inside an environment that does exist is that environment's fault, not a wrong name.
+        if error.name is None or not (qualified == error.name or qualified.startswith(error.name + ".")):
+            raise
+        raise BadInput(
+            f"environment {name!r}: no such environment; there are: {', '.join(ours)}, "
+            "installed modules by their dotted name, and folders by their path (./my_environment)"
+        ) from error
+
+
+def _load_path(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    entry = path / "__init__.py" if path.is_dir() else path
+    if not entry.is_file():
+        raise BadInput(f"environment {path}: no such file; expected a .py file or a folder with an __init__.py")
+    # The name carries the whole path: two folders called `env` are two modules.
+    name = f"environment_{hashlib.sha256(str(entry).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    search = [str(path)] if path.is_dir() else None
+    spec = importlib.util.spec_from_file_location(name, entry, submodule_search_locations=search)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"environment {entry}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_arguments(name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        accepted = ", ".join(str(p) for p in signature.parameters.values()) or "none"
+        raise BadInput(f"environment {name!r}: {error}; its settings are: {accepted}") from error

@@ -1,0 +1,137 @@
+"""Source -> checked, deduplicated, split and shuffled prompt tables."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from environments import Environment, environment_reference, load_environment
+from infra.errors import BadInput
+from infra.records import PROMPT
+from tasks.dataset.config import DatasetConfig
+from tasks.dataset.rows import Prompt, parse_row
+from tasks.dataset.sources import Row, read_split
+
+Length = Callable[[Prompt], int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Two disjoint tables (schema PROMPT), and what was left out, by cause."""
+
+    train: pa.Table
+    heldout: pa.Table
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def prepare(config: DatasetConfig, tokenized_length: Length | None = None) -> Prepared:
+    """Read the source and make the train and held-out tables; the same settings and data give the same tables.
+
+    tokenized_length counts a prompt's tokens (see `length_in_tokens`); with it and max_prompt_tokens, longer prompts are dropped
+    and counted. Raises BadInput that names file, row and column for a malformed row, and for a split without prompts.
+    """
+    environment = load_environment(config.environment, **config.environment_args)
+    dropped: Counter[str] = Counter(duplicate=0, too_long=0, also_heldout=0)
+    train = _read(config, environment, "train", tokenized_length, dropped)
+    heldout = _read(config, environment, "heldout", tokenized_length, dropped)
+    if not train:
+        raise BadInput(f"dataset ({_source(config)}): no train prompts are left; dropped: {dict(dropped)}")
+    if heldout is None:
+        heldout, train = _hold_out(train, config.heldout_size)
+        if not train:
+            raise BadInput(
+                f"dataset ({_source(config)}): all {len(heldout)} prompts are held out; lower dataset.heldout_size"
+            )
+    both = train.keys() & heldout.keys()
+    # The held-out side keeps what is on both: the other way round, adding train data would shrink the evaluation.
+    dropped["also_heldout"] += len(both)
+    train = {key: prompt for key, prompt in train.items() if key not in both}
+    if not train:
+        raise BadInput(f"dataset ({_source(config)}): every train prompt is also held out")
+    reference = environment_reference(config.environment, config.environment_args)
+    return Prepared(
+        train=_table(_shuffled(train, config.seed)[: config.train_size], reference),
+        heldout=_table(_shuffled(heldout, config.seed)[: config.heldout_size], reference),
+        dropped=dict(dropped),
+    )
+
+
+def length_in_tokens(tokenizer: Any) -> Length:
+    """Counts a prompt's tokens as the rollout engine does: messages through the chat template, text as it is."""
+
+    def count(prompt: Prompt) -> int:
+        if prompt.text:
+            return len(tokenizer.encode(prompt.text))
+        messages = json.loads(prompt.messages)
+        return len(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+
+    return count
+
+
+def _read(
+    config: DatasetConfig, environment: Environment, split: Any, length: Length | None, dropped: Counter[str]
+) -> dict[str, Prompt] | None:
+    rows = read_split(config, environment, split)
+    return None if rows is None else _unique(rows, config, length, dropped)
+
+
+def _unique(
+    rows: Iterable[Row], config: DatasetConfig, length: Length | None, dropped: Counter[str]
+) -> dict[str, Prompt]:
+    """Prompts by id, the first of equal ones."""
+    prompts: dict[str, Prompt] = {}
+    for row in rows:
+        prompt = parse_row(row, config)
+        if prompt.prompt_id in prompts:
+            if prompt.answer != prompts[prompt.prompt_id].answer:
+                raise BadInput(
+                    f"{row.where}: the same prompt occurs above with another answer "
+                    f"({prompts[prompt.prompt_id].answer[:80]}, here {prompt.answer[:80]}); keep one of the two"
+                )
+            dropped["duplicate"] += 1
+        elif length is not None and config.max_prompt_tokens is not None and length(prompt) > config.max_prompt_tokens:
+            dropped["too_long"] += 1
+        else:
+            prompts[prompt.prompt_id] = prompt
+    return prompts
+
+
+def _hold_out(prompts: dict[str, Prompt], size: int | None) -> tuple[dict[str, Prompt], dict[str, Prompt]]:
+    """(held out, the rest). Chosen by content alone: neither the seed nor the rows' order changes who is held out."""
+    if size is None:
+        size = min(200, len(prompts) // 10)
+    order = sorted(prompts, key=lambda key: _draw(f"heldout:{key}"))
+    return {key: prompts[key] for key in order[:size]}, {key: prompts[key] for key in order[size:]}
+
+
+def _shuffled(prompts: dict[str, Prompt], seed: int) -> list[Prompt]:
+    return [prompts[key] for key in sorted(prompts, key=lambda key: _draw(f"{seed}:{key}"))]
+
+
+def _draw(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _table(prompts: list[Prompt], environment: str) -> pa.Table:
+    rows = [
+        {
+            "prompt_id": p.prompt_id,
+            "environment": environment,
+            "messages": p.messages,
+            "text": p.text,
+            "answer": p.answer,
+            "metadata": p.metadata,
+        }
+        for p in prompts
+    ]
+    return pa.Table.from_pylist(rows, schema=PROMPT)
+
+
+def _source(config: DatasetConfig) -> str:
+    return f"environment {config.environment}" if config.path is None else f"{config.source} {config.path}"

@@ -1,0 +1,151 @@
+"""Reads problems from where they are: an environment, files at any fsspec URL, or the `datasets` library."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import fsspec
+
+from environments import Environment
+from environments.environment import GeneratesProblems, Split
+from infra.errors import BadInput
+from tasks.dataset.config import DatasetConfig
+
+Format = Literal["jsonl", "parquet", "csv"]
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record of a source, not yet checked."""
+
+    where: str
+    """What to call it in an error: "train.jsonl, row 3"; rows count from 1."""
+    values: dict[str, Any]
+
+
+def read_split(config: DatasetConfig, environment: Environment, split: Split) -> Iterator[Row] | None:
+    """Rows of a split; None for a held-out split that the source has not got of its own."""
+    if config.source == "environment":
+        return _generated(config, environment, split)
+    if config.source == "files":
+        path = config.path if split == "train" else config.heldout_path
+        return None if path is None else read_files(path)
+    name = config.split if split == "train" else config.heldout_split
+    return None if name is None else _library(config, name)
+
+
+def _generated(config: DatasetConfig, environment: Environment, split: Split) -> Iterator[Row]:
+    if not isinstance(environment, GeneratesProblems):
+        raise BadInput(
+            f"environment {config.environment!r} makes up no problems (it has no `problems`); "
+            "set dataset.source to files or datasets, and dataset.path"
+        )
+    size = config.train_size if split == "train" else config.heldout_size
+    for number, problem in enumerate(environment.problems(split, size, config.seed), start=1):
+        column = "text" if isinstance(problem.prompt, str) else "messages"
+        values = {column: problem.prompt, "answer": problem.answer, "metadata": problem.metadata}
+        yield Row(f"environment {config.environment}, {split} problem {number}", values)
+
+
+def read_files(path: str) -> Iterator[Row]:
+    """Rows of the JSONL, Parquet or CSV files (by their suffix, .gz and the like allowed) that `path` matches, in name order."""
+    try:
+        files = fsspec.open_files(path, mode="rb", compression="infer")
+    except FileNotFoundError:
+        files = []
+    except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
+        raise BadInput(f"dataset.path {path!r}: {error}") from error
+    if not files:
+        raise BadInput(f"dataset.path {path!r}: no such file")
+    for file in sorted(files, key=lambda file: file.path):
+        reader = {"jsonl": _jsonl, "parquet": _parquet, "csv": _csv}[_format(file.path)]
+        try:
+            with file as stream:
+                yield from reader(stream, PurePosixPath(file.path).name)
+        except (FileNotFoundError, IsADirectoryError):
+            raise BadInput(
+                f"dataset.path {path!r}: {file.path} is no file; name a file or a glob such as folder/*.jsonl"
+            ) from None
+
+
+def _format(path: str) -> Format:
+    for suffix in reversed(PurePosixPath(path).suffixes):
+        if suffix.lower() in _FORMATS:
+            return _FORMATS[suffix.lower()]
+    raise BadInput(f"dataset.path {path!r}: the format is told by the suffix, one of: {', '.join(_FORMATS)}")
+
+
+def _jsonl(stream: Any, name: str) -> Iterator[Row]:
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        where = f"{name}, row {number}"
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise BadInput(f"{where}: not JSON ({error}); one JSON object a line is expected") from None
+        if not isinstance(values, dict):
+            raise BadInput(f"{where}: a JSON object is expected, not {type(values).__name__}")
+        yield Row(where, values)
+
+
+def _parquet(stream: Any, name: str) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(stream)
+    except pa.ArrowInvalid as error:
+        raise BadInput(f"{name}: not a Parquet file ({error})") from None
+    yield from _numbered((values for batch in file.iter_batches(1024) for values in batch.to_pylist()), name)
+
+
+def _csv(stream: Any, name: str) -> Iterator[Row]:
+    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+    number = 0
+    try:
+        for number, values in enumerate(reader, start=1):
+            if None in values or None in values.values():
+                raise BadInput(
+                    f"{name}, row {number}: expected {len(reader.fieldnames or [])} columns as in the first line"
+                )
+            yield Row(f"{name}, row {number}", dict(values))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadInput(f"{name}, row {number + 1}: not CSV in UTF-8 ({error})") from None
+
+
+def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
+    """Rows of a data set of the `datasets` library: a name, a folder of data files, or one made by `save_to_disk`."""
+    import datasets
+
+    path = str(config.path)
+    had_bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        if _is_saved(path):
+            loaded = datasets.load_from_disk(path)
+            table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            table = datasets.load_dataset(path, config.subset, split=split)
+    except (FileNotFoundError, ValueError, KeyError) as error:  # the library's own errors derive from these
+        raise BadInput(f"dataset.path {path!r}, split {split!r}: {error}") from error
+    finally:
+        if not had_bars:
+            datasets.enable_progress_bars()
+    rows: Iterable[dict[str, Any]] = table
+    yield from _numbered(rows, f"{path} ({split})")
+
+
+def _is_saved(path: str) -> bool:
+    """Whether it is a folder that `save_to_disk` wrote, which `load_dataset` cannot read."""
+    filesystem, folder = fsspec.url_to_fs(path)
+    return any(filesystem.exists(f"{folder}/{name}") for name in ("dataset_dict.json", "state.json"))
+
+
+def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
+    return (Row(f"{name}, row {number}", values) for number, values in enumerate(rows, start=1))

@@ -1,0 +1,154 @@
+"""Rollouts + the environment's reward -> a scored batch."""
+
+import json
+import logging
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.errors import BadInput
+from infra.records import PROMPT, ROLLOUT, SCORED, validate
+from tasks.reward import filtering
+from tasks.reward.advantages import group_advantages, mixed_groups
+from tasks.reward.config import RewardConfig
+from tasks.reward.verifiers import Request, Verdict, resident_pool
+
+FAULTS = ("aborted", "no_tokens", "bad_logprobs", "raised", "timeout", "not_finite", "crashed")
+"""Why a sample is masked: of the rollout's, then of the reward's making."""
+
+logger = logging.getLogger(__name__)
+
+
+def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[pa.Table, dict[str, float]]:
+    """Score rollouts (schema ROLLOUT) of prompts (PROMPT, of which some may have no rollout): the batch (SCORED), and metrics.
+
+    A sample without a sound reward or without sound logprobs is masked: reward and advantage 0, loss mask all false, left out of
+    its group's statistics, counted by cause. A group is the samples of one prompt. Raises BadInput when rollouts have a prompt
+    that is not among `prompts`, or when the environment cannot be loaded.
+    """
+    rollouts, prompts = validate(rollouts, ROLLOUT), validate(prompts, PROMPT)
+    before = rollouts.num_rows
+    if config.truncated == "drop":
+        rollouts = rollouts.filter(pa.array(~filtering.truncated(rollouts)))
+    questions = _join(rollouts, prompts)
+    fault_N = _rollout_faults(rollouts)
+    verdicts = _verdicts(rollouts, questions, fault_N, config)
+    rewards_N = _rewards(verdicts, config.weights)
+    valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
+    groups_N = np.asarray(rollouts["prompt_id"].combine_chunks().dictionary_encode().indices)
+    advantages_N = group_advantages(rewards_N, groups_N, valid_N, config.advantage, config.std_eps)
+    trained_N = valid_N.copy()
+    if config.truncated == "mask":
+        trained_N &= ~filtering.truncated(rollouts)
+    metrics = _metrics(rollouts, rewards_N, groups_N, verdicts) | {
+        "dropped_truncated": float(before - rollouts.num_rows)
+    }
+    scored = rollouts
+    for name, column in {
+        "environment": pa.array([row["environment"] for row in questions], pa.string()),
+        "answer": pa.array([row["answer"] for row in questions], pa.string()),
+        "reward": pa.array(rewards_N.astype(np.float32)),
+        "reward_parts": pa.array([json.dumps(verdict.parts, sort_keys=True) for verdict in verdicts], pa.string()),
+        "advantage": pa.array(np.where(trained_N, advantages_N, np.float32(0))),
+        "loss_mask": filtering.loss_masks(rollouts, trained_N),
+    }.items():
+        scored = scored.append_column(SCORED.field(name), column)
+    if config.zero_variance == "drop":
+        ids_G, mixed_G = mixed_groups(rewards_N, groups_N, valid_N)
+        scored = scored.filter(pa.array(np.isin(groups_N, ids_G[mixed_G])))
+    return validate(scored, SCORED), metrics
+
+
+def _join(rollouts: pa.Table, prompts: pa.Table) -> list[dict[str, str]]:
+    """The prompt's row of each rollout."""
+    ids = rollouts["prompt_id"]
+    used = prompts.filter(pc.is_in(prompts["prompt_id"], value_set=ids.combine_chunks().unique()))
+    by_id = {row["prompt_id"]: row for row in used.to_pylist()}
+    missing = [i for i in ids.to_pylist() if i not in by_id]
+    if missing:
+        raise BadInput(
+            f"rollouts of prompt {missing[0]} (and {len(missing) - 1} more rows): no such prompt in the dataset"
+        )
+    return [by_id[i] for i in ids.to_pylist()]
+
+
+def _rollout_faults(rollouts: pa.Table) -> list[str | None]:
+    faults: list[str | None] = [None] * rollouts.num_rows
+    for cause, is_N in filtering.unusable(rollouts).items():
+        for index in np.flatnonzero(is_N):
+            faults[index] = faults[index] or cause
+    return faults
+
+
+def _verdicts(
+    rollouts: pa.Table, questions: list[dict[str, str]], faults: list[str | None], config: RewardConfig
+) -> list[Verdict]:
+    """One verdict a row; rewards are asked for only where the rollout is sound."""
+    verdicts = [Verdict(fault=fault) for fault in faults]
+    responses = rollouts["response_text"].to_pylist()
+    for reference in sorted({question["environment"] for question in questions}):
+        rows = [i for i, q in enumerate(questions) if q["environment"] == reference and faults[i] is None]
+        requests = [
+            Request(responses[i], json.loads(questions[i]["answer"]), json.loads(questions[i]["metadata"]))
+            for i in rows
+        ]
+        pool = resident_pool(reference, config.timeout_s, config.workers)
+        for i, verdict in zip(rows, pool.score(requests), strict=True):
+            verdicts[i] = verdict
+    _warn(verdicts)
+    return verdicts
+
+
+def _warn(verdicts: list[Verdict]) -> None:
+    """One line a cause, with an example: enough to find the bug in a verifier."""
+    for cause in FAULTS:
+        found = [verdict for verdict in verdicts if verdict.fault == cause]
+        if found:
+            logger.warning(
+                "%d of %d samples are masked (%s): %s", len(found), len(verdicts), cause, found[0].detail or cause
+            )
+
+
+def _rewards(verdicts: list[Verdict], weights: dict[str, float]) -> np.ndarray:
+    """float64 [N]: weighted sums of the parts, 0 for masked samples. A weight of a part that nothing returns is a BadInput."""
+    names = {name for verdict in verdicts for name in verdict.parts}
+    unknown = sorted(weights.keys() - names)
+    if unknown and names:
+        raise BadInput(
+            f"reward.weights: the environment's reward has no part {unknown[0]!r}; it has: {', '.join(sorted(names))}"
+        )
+    return np.array(
+        [sum(weights.get(k, 1.0) * v for k, v in verdict.parts.items()) for verdict in verdicts], dtype=np.float64
+    )
+
+
+def _metrics(
+    rollouts: pa.Table, rewards_N: np.ndarray, groups_N: np.ndarray, verdicts: list[Verdict]
+) -> dict[str, float]:
+    """Of the step's samples; means of nothing are 0."""
+    valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
+    _, mixed_G = mixed_groups(rewards_N, groups_N, valid_N)
+    metrics = {
+        "reward_mean": _mean(rewards_N[valid_N]),
+        "reward_std": float(np.std(rewards_N[valid_N])) if valid_N.any() else 0.0,
+        "samples": float(len(verdicts)),
+        "groups": float(len(np.unique(groups_N))),
+        "groups_mixed": _mean(mixed_G),
+        "groups_zero_variance": float(np.count_nonzero(~mixed_G)),
+        "response_length_mean": _mean(filtering.response_lengths(rollouts)),
+        "truncated": _mean(filtering.truncated(rollouts)),
+        "masked_samples": float(np.count_nonzero(~valid_N)),
+    }
+    for cause in FAULTS:
+        metrics[f"masked_{cause}"] = float(sum(verdict.fault == cause for verdict in verdicts))
+    parts: dict[str, list[float]] = {}
+    for verdict in verdicts:
+        for name, value in verdict.parts.items():
+            parts.setdefault(name, []).append(value)
+    # A reward of one part is that part.
+    return metrics | ({f"reward_{name}": _mean(np.array(v)) for name, v in parts.items()} if len(parts) > 1 else {})
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

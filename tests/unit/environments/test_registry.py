@@ -1,0 +1,84 @@
+"""Finding an environment: by name, by module, by path; and what is said when there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from environments import environment_reference, load_environment, load_reference
+from infra.errors import BadInput
+
+SOURCE = """
+from .words import GREETING
+
+class Greeting:
+    name = "greeting"
+
+    def __init__(self, word):
+        self.word = word
+
+    def reward(self, response, answer, metadata):
+        return float(self.word in response)
+
+def load_environment(word: str = GREETING):
+    return Greeting(word)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "greeting"
+    path.mkdir()
+    (path / "__init__.py").write_text(SOURCE)
+    (path / "words.py").write_text("GREETING = 'hello'\n")
+    return path
+
+
+def test_a_folder_with_modules_of_its_own_is_loaded_by_its_path(folder: Path):
+    assert load_environment(str(folder)).reward("hello there", None, {}) == 1.0
+    assert load_environment(str(folder), word="bye").reward("hello there", None, {}) == 0.0
+
+
+def test_an_installed_module_is_loaded_by_its_dotted_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(folder.parent))
+    assert load_environment("greeting").name == "greeting"
+
+
+def test_an_unknown_name_lists_those_that_there_are():
+    with pytest.raises(BadInput, match="no such environment; there are: .*addition"):
+        load_environment("additon")
+
+
+def test_an_import_missing_inside_an_environment_is_not_reported_as_a_wrong_name(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("import a_package_that_is_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+        load_environment(str(tmp_path / "broken.py"))
+
+
+def test_a_path_without_an_environment_is_named(tmp_path: Path):
+    with pytest.raises(BadInput, match="no such file; expected a .py file or a folder"):
+        load_environment(str(tmp_path))
+
+
+def test_an_unknown_setting_lists_those_that_the_environment_has():
+    with pytest.raises(BadInput, match="'lowest'; its settings are: low: int = 1, high: int = 9"):
+        load_environment("addition", lowest=1)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("", "has no function load_environment"), ("def load_environment(): return 3", "lacks a `name` or a `reward")],
+)
+def test_a_module_that_is_no_environment_is_refused(tmp_path: Path, source: str, message: str):
+    (tmp_path / "odd.py").write_text(source)
+    with pytest.raises(BadInput, match=message):
+        load_environment(str(tmp_path / "odd.py"))
+
+
+def test_a_reference_carries_the_settings_and_an_absolute_path(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder.parent)
+    reference = environment_reference("./greeting", {"word": "bye {now}"})
+    monkeypatch.chdir("/")
+    assert reference == f"{folder} " + json.dumps({"word": "bye {now}"})
+    assert load_reference(reference).reward("bye {now}", None, {}) == 1.0
+    assert environment_reference("addition", {}) == "addition"
