@@ -1,0 +1,1 @@
+"""Reflection-Beam: one decoder in transformers, Megatron and vLLM. `register.register()` makes it known to all of them."""
