@@ -1,0 +1,184 @@
+"""Attention and rotary positions over a packed row, for Megatron's local (non-TE) layers.
+
+`SegmentAttention` takes the place of Megatron's core attention. What `attention_mask` usually carries is here an
+`AttentionLayout`: index tensors that gather queries and keys of all segments into a few padded batches, so that the
+attention costs what its segments cost, not the square of the row.
+
+Shape suffixes: S tokens, B segments of a bucket, Q and K their padded query and key lengths, G query groups, D head size.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from tasks.update.packing import Microbatch, Segment
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of like lengths, padded to the longest."""
+
+    queries_BQ: Tensor
+    """int64, rows of the S tokens (0 where padded)."""
+    keys_BK: Tensor
+    """int64, rows of the S tokens: the prefix, then the segment itself (0 where padded)."""
+    mask_BQK: Tensor
+    """bool, True where a query sees a key. A padded query sees one key, so that its softmax is finite."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How a row's attention is computed. `restore_S` finds each token's result among the buckets' queries."""
+
+    buckets: tuple[Bucket, ...]
+    restore_S: Tensor
+
+    @classmethod
+    def of(cls, segments: tuple[Segment, ...]) -> "AttentionLayout":
+        by_size: defaultdict[tuple[int, int], list[Segment]] = defaultdict(list)
+        for segment in segments:  # powers of two bound the padding to less than half of each side
+            own, prefix = segment.stop - segment.start, segment.prefix_stop - segment.prefix_start
+            by_size[own.bit_length(), prefix.bit_length()].append(segment)
+        buckets = tuple(_bucket(members) for members in by_size.values())
+        order = np.concatenate([_token_slots(members) for members in by_size.values()])
+        restore = np.full(segments[-1].stop, -1)
+        restore[order[order >= 0]] = np.flatnonzero(order >= 0)
+        return cls(buckets, torch.from_numpy(restore))
+
+
+def _token_slots(segments: list[Segment]) -> np.ndarray:
+    """The token in each query slot of a bucket, flattened [B * Q]; -1 where padded."""
+    longest = max(segment.stop - segment.start for segment in segments)
+    slots = np.full((len(segments), longest), -1)
+    for b, segment in enumerate(segments):
+        slots[b, : segment.stop - segment.start] = np.arange(segment.start, segment.stop)
+    return slots.reshape(-1)
+
+
+def _bucket(segments: list[Segment]) -> Bucket:
+    queries = _token_slots(segments).reshape(len(segments), -1)
+    width = max(s.prefix_stop - s.prefix_start + s.stop - s.start for s in segments)
+    keys = np.full((len(segments), width), -1)
+    mask = np.zeros((*queries.shape, width), dtype=bool)
+    for b, segment in enumerate(segments):
+        own, prefix = segment.stop - segment.start, segment.prefix_stop - segment.prefix_start
+        keys[b, :prefix] = np.arange(segment.prefix_start, segment.prefix_stop)
+        keys[b, prefix : prefix + own] = np.arange(segment.start, segment.stop)
+        mask[b, :own, :prefix] = True
+        mask[b, :own, prefix : prefix + own] = np.tri(own, dtype=bool)
+        mask[b, own:, 0] = True
+    return Bucket(*(torch.from_numpy(array) for array in (queries.clip(0), keys.clip(0), mask)))
+
+
+class SegmentAttention(MegatronModule):
+    """Core attention (no parameters) of packed segments through F.scaled_dot_product_attention.
+
+    Query heads that share a key head are folded into the query length, so keys and values are never repeated.
+    """
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any):  # Megatron's builder protocol
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError("attention dropout makes the trainer's policy another one than the engine's; set it to 0")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query_S1HD: Tensor,
+        key_S1GD: Tensor,
+        value_S1GD: Tensor,
+        attention_mask: AttentionLayout,
+        /,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """[S, 1, heads * value head size]."""
+        tokens, _, heads, _ = query_S1HD.shape
+        groups, value_size = key_S1GD.shape[2], value_S1GD.shape[-1]
+        query_SX = query_S1HD.reshape(tokens, -1)
+        key_value_SX = torch.cat([key_S1GD, value_S1GD], dim=-1).reshape(tokens, -1)
+        results = []
+        for bucket in attention_mask.buckets:
+            batch, length = bucket.queries_BQ.shape
+            # F.embedding is a gather whose backward sums rows deterministically and without a loop over indices.
+            query = F.embedding(bucket.queries_BQ, query_SX).view(batch, length, groups, heads // groups, -1)
+            query_BGQD = query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads // groups * length, -1)
+            key_value = F.embedding(bucket.keys_BK, key_value_SX).view(batch, bucket.keys_BK.shape[1], groups, -1)
+            key_BGKD, value_BGKD = key_value.transpose(1, 2).split([key_S1GD.shape[-1], value_size], dim=-1)
+            mask_B1QK = bucket.mask_BQK.repeat(1, heads // groups, 1).unsqueeze(1)
+            result = F.scaled_dot_product_attention(
+                query_BGQD, key_BGKD, value_BGKD, attn_mask=mask_B1QK, scale=self.softmax_scale
+            )
+            result = result.view(batch, groups, heads // groups, length, value_size).permute(0, 3, 1, 2, 4)
+            results.append(result.reshape(batch * length, heads * value_size))
+        return F.embedding(attention_mask.restore_S, torch.cat(results)).unsqueeze(1)
+
+
+class RotaryAtPositions(nn.Module):
+    """A model's rotary embedding, read at each token's own position instead of at 0..S-1."""
+
+    def __init__(self, rotary: nn.Module):
+        super().__init__()
+        self.rotary = rotary
+        self.positions_S: Tensor | None = None
+        """Of the row about to be computed."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Rows of the table that the row needs."""
+        assert self.positions_S is not None
+        return int(self.positions_S.max()) + 1
+
+    def forward(self, length: int, **kwargs: Any) -> Tensor | tuple[Tensor, float]:
+        """[S, 1, 1, rotary size]; YaRN adds its scale."""
+        table = self.rotary(length, **kwargs)
+        if isinstance(table, tuple):
+            return table[0][self.positions_S], table[1]
+        return table[self.positions_S]
+
+
+class SharedPrefixRow:
+    """How a microbatch enters a model with `SegmentAttention` layers: any device, prompts shared."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
+
+    def arguments(self, microbatch: Microbatch) -> dict[str, Any]:
+        """Keyword arguments of GPTModel.forward that say who sees whom, and where."""
+        self.model.rotary_pos_emb.positions_S = microbatch.positions_S
+        return {"attention_mask": AttentionLayout.of(microbatch.segments), "packed_seq_params": None}
+
+
+class ThdRow:
+    """How a microbatch enters a model with Transformer Engine layers: packed `thd`, one segment a sample.
+
+    TE's kernels take variable lengths but no shared prefixes, so this goes with `share_prompts=False`; Megatron reads
+    the rotary positions off the cumulative lengths. Needs a GPU: it is not run in this repository's tests.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def arguments(self, microbatch: Microbatch) -> dict[str, Any]:
+        """Keyword arguments of GPTModel.forward."""
+        ends = [0, *(segment.stop for segment in microbatch.segments)]
+        lengths = torch.tensor(ends, dtype=torch.int32, device=microbatch.tokens_S.device)
+        longest = max(stop - start for start, stop in zip(ends, ends[1:], strict=False))
+        return {
+            "attention_mask": None,
+            "packed_seq_params": PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=lengths,
+                cu_seqlens_kv=lengths,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+        }

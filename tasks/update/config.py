@@ -1,0 +1,84 @@
+"""Settings of the policy update."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from infra.config import Config
+
+
+class ParallelConfig(Config):
+    """How the trainer is spread over processes (Megatron's process groups)."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel size: each matrix is split over this many devices."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline-parallel size: the layers are split into this many stages."""
+    expert: int = Field(1, ge=1)
+    """Expert-parallel size: the experts of a MoE layer are split over this many devices."""
+    sequence: bool = False
+    """Sequence parallelism: norms and residuals are split along the sequence too. Needs tensor > 1."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ParallelConfig":
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence splits over the tensor-parallel group: it needs parallel.tensor > 1")
+        return self
+
+
+class UpdateConfig(Config):
+    """GRPO with AdamW, on Megatron-Core."""
+
+    lr: float = Field(1e-5, gt=0)
+    """AdamW's learning rate, reached after `lr_warmup_steps` and constant from there."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from lr / lr_warmup_steps to lr."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay, on matrices only (never on norms and biases)."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm when theirs is larger."""
+
+    clip_eps_low: float = Field(0.2, ge=0, lt=1)
+    """The importance ratio is clipped below at 1 - clip_eps_low."""
+    clip_eps_high: float = Field(0.2, ge=0)
+    """The importance ratio is clipped above at 1 + clip_eps_high (DAPO's "clip higher": larger than the lower one)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty to the reference (the initial weights). 0: no reference is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which estimate of KL(policy || reference) a token's penalty is (http://joschu.net/blog/kl-approx.html)."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of the rollouts: logits are divided by it, so that logprobs mean what the engine's do."""
+
+    microbatch_tokens: int = Field(1024, ge=1)
+    """Tokens computed in one forward and backward pass; the gradient does not depend on it. A single sample
+    that is longer gets a microbatch of its own."""
+    logits_chunk_tokens: int = Field(512, ge=1)
+    """Logits exist for this many loss tokens at a time ([chunk, vocabulary] in fp32, twice)."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its samples in a microbatch (exact). Off: once a sample."""
+    skip_zero_advantage: bool = True
+    """Skip samples whose advantage is exactly 0 when there is no KL penalty: they have no gradient (exact)."""
+
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; bfloat16 keeps fp32 master weights. auto: bfloat16 where the device has units for
+    it (GPU; CPU with AVX512-BF16 or AMX), else float32, which is several times faster there."""
+    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of exported weights. auto: as the trainer computes with them, so that nothing is rounded between trainer and
+    engine. Tensors that the model keeps in fp32 (routers, correction biases) stay fp32 in any case."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel sizes on a GPU cluster."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "UpdateConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if self.export_dtype == "float32" and self.precision == "bfloat16":
+            raise ValueError(
+                "export_dtype float32 with precision bfloat16 would serve other weights than those trained with: "
+                "leave export_dtype at auto or bfloat16"
+            )
+        return self

@@ -1,0 +1,147 @@
+"""A Megatron-Core model from a Hugging Face folder, and back, through Megatron-Bridge."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infra.errors import BadInput
+from infra.models import megatron_cpu
+from tasks.update.config import ParallelConfig
+
+
+@dataclass
+class PolicyModel:
+    """The model that is trained."""
+
+    bridge: Any
+    """megatron.bridge.AutoBridge of the folder."""
+    chunks: list[nn.Module]
+    """Megatron's list of model chunks (one, without a virtual pipeline), as the schedules take it."""
+    gpt: nn.Module
+    """The GPTModel inside."""
+    dtype: torch.dtype
+    """Of weights and activations."""
+    _tasks: Any = field(default=None, repr=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the vocabulary, without Megatron's padding."""
+        return self.chunks[0].config.vocab_size
+
+    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), bit for bit. Tensors may be views of the live weights: valid until they change.
+
+        With `dtype`, tensors of the compute dtype are cast to it; those kept in another dtype (fp32 routers) are not.
+        """
+        if self._tasks is None:  # which Megatron tensors make which HF tensor: the same every time
+            self._tasks = self.bridge.get_conversion_tasks(self.chunks)
+        with torch.no_grad(), megatron_cpu.cuda_means_cpu():
+            for name, tensor in self.bridge.export_hf_weights(
+                self.chunks, show_progress=False, conversion_tasks=self._tasks
+            ):
+                yield name, tensor.to(dtype) if dtype is not None and tensor.dtype == self.dtype else tensor
+
+
+def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int) -> PolicyModel:
+    """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows."""
+    if not (Path(model_dir) / "config.json").is_file():
+        raise BadInput(f"{model_dir} is no model folder: it has no config.json")
+    megatron_cpu.install()
+    from megatron.bridge import AutoBridge
+
+    try:
+        bridge = AutoBridge.from_hf_pretrained(model_dir)
+    except ValueError as error:
+        raise BadInput(f"{model_dir}: {error}") from error
+    _join_process_groups(parallel, seed)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    _configure(provider, dtype, parallel)
+    with megatron_cpu.cuda_means_cpu():
+        chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available())
+    gpt = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
+    return PolicyModel(bridge, chunks, gpt, dtype)
+
+
+def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
+    """Megatron's process groups; a process has them once. Alone (no torchrun), it is a world of its own."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        if dist.is_torchelastic_launched():
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        else:  # an in-memory store: no port to collide on
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    needed = parallel.tensor * parallel.pipeline
+    if dist.get_world_size() % needed or dist.get_world_size() % (parallel.expert * parallel.pipeline):
+        raise BadInput(
+            f"update.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} (expert {parallel.expert}) "
+            f"does not divide the {dist.get_world_size()} trainer process(es)"
+        )
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+        )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:
+    """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
+    bf16 = dtype == torch.bfloat16
+    settings: dict[str, Any] = {
+        "bf16": bf16,
+        "fp16": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "attention_softmax_in_fp32": bf16,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "sequence_parallel": parallel.sequence,
+        # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it).
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # The loss is summed over tokens and already divided by the step's: schedules must not divide it again.
+        "calculate_per_token_loss": True,
+        # Balancing losses are pretraining's; in RL they would move the router away from the reward's gradient.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        # Fused routing bypasses the replay of routed experts silently.
+        "moe_router_fusion": False,
+        "mtp_num_layers": None,
+    }
+    if not torch.cuda.is_available():
+        settings |= dict.fromkeys(
+            ("gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",
+             "persist_layer_norm", "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"), False,
+        )  # fmt: skip
+        settings |= {"transformer_layer_spec": _portable_layers, "moe_token_dispatcher_type": "allgather"}
+    for name, value in settings.items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    provider.finalize()
+
+
+def _portable_layers(provider: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's own layers (no Transformer Engine), with our attention in place of the core attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from tasks.update.attention import SegmentAttention
+
+    block = get_gpt_decoder_block_spec(
+        provider, use_transformer_engine=False, normalization=provider.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = SegmentAttention
+    return block

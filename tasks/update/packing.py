@@ -1,0 +1,134 @@
+"""Samples into microbatches by a token budget, with each prompt laid out once for its samples.
+
+A microbatch is one row of S tokens without padding, made of segments. With shared prompts a segment is a prompt, or a
+response whose prefix is its prompt's segment: [prompt A][response A1][response A2]...[prompt B][response B1]... Without
+sharing, a segment is a prompt with one response. A response's last token is a target only and is never an input.
+Positions count from the start of the segment's own sequence, so a token sees exactly what it would see alone.
+
+Shape suffixes: S tokens of a microbatch, N loss tokens in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tasks.update.batch import Sample
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, stop) of a row; they attend to the prefix [prefix_start, prefix_stop) and causally to themselves."""
+
+    start: int
+    stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward and backward pass computes. Samples in it are whole."""
+
+    tokens_S: Tensor
+    """int64 [S]"""
+    positions_S: Tensor
+    """int64 [S], for the rotary embedding."""
+    segments: tuple[Segment, ...]
+    loss_index_N: Tensor
+    """int64 [N]: the token whose hidden state predicts the target."""
+    targets_N: Tensor
+    """int64 [N]: token ids that count in the loss."""
+    rollout_logprobs_N: Tensor
+    """float32 [N]"""
+    advantages_N: Tensor
+    """float32 [N]"""
+    samples: tuple[Sample, ...]
+    """In the order in which they are laid out. Routed experts to replay belong to these, row by row."""
+
+
+def pack(samples: Iterable[Sample], budget: int, share_prompts: bool = True) -> list[Microbatch]:
+    """Microbatches of at most `budget` tokens (a sample that is longer has one of its own).
+
+    Samples of equal prompts come together; groups keep the order of their first sample, so packing is deterministic.
+    """
+    groups: dict[bytes, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt.tobytes(), []).append(sample)
+    microbatches: list[Microbatch] = []
+    row = _Row()
+    for group in groups.values():
+        shared = False  # the current row holds this group's prompt
+        for sample in group:
+            needed = len(sample.response) - 1 + (0 if shared else len(sample.prompt))
+            if row.length and row.length + needed > budget:
+                microbatches.append(row.microbatch())
+                row, shared = _Row(), False
+            if share_prompts:
+                if not shared:
+                    row.add_prompt(sample.prompt)
+                    shared = True
+                row.add_response(sample)
+            else:
+                row.add_sequence(sample)
+    if row.length:
+        microbatches.append(row.microbatch())
+    return microbatches
+
+
+@dataclass
+class _Row:
+    """A microbatch being laid out."""
+
+    length: int = 0
+    tokens: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    loss_index: list[np.ndarray] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    prompt: Segment = Segment(0, 0)
+
+    def _add(self, tokens: np.ndarray, first_position: int, prefix: Segment | None = None) -> Segment:
+        start, stop = self.length, self.length + len(tokens)
+        segment = Segment(start, stop, prefix.start, prefix.stop) if prefix else Segment(start, stop)
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(first_position, first_position + len(tokens)))
+        if len(tokens):
+            self.segments.append(segment)
+        self.length = stop
+        return segment
+
+    def add_prompt(self, prompt: np.ndarray) -> None:
+        self.prompt = self._add(prompt, 0)
+
+    def add_response(self, sample: Sample) -> None:
+        """After `add_prompt` with its prompt: the first response token is predicted by the prompt's last."""
+        response = self._add(sample.response[:-1], len(sample.prompt), self.prompt)
+        predictors = np.concatenate([[self.prompt.stop - 1], np.arange(response.start, response.stop)])
+        self._add_targets(sample, predictors)
+
+    def add_sequence(self, sample: Sample) -> None:
+        whole = self._add(np.concatenate([sample.prompt, sample.response[:-1]]), 0)
+        self._add_targets(sample, np.arange(whole.start + len(sample.prompt) - 1, whole.stop))
+
+    def _add_targets(self, sample: Sample, predictors_R: np.ndarray) -> None:
+        self.loss_index.append(predictors_R[sample.mask])
+        self.samples.append(sample)
+
+    def microbatch(self) -> Microbatch:
+        def of_targets(values: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(values))
+
+        samples = self.samples
+        return Microbatch(
+            tokens_S=of_targets(self.tokens),
+            positions_S=of_targets(self.positions),
+            segments=tuple(self.segments),
+            loss_index_N=of_targets(self.loss_index),
+            targets_N=of_targets([sample.response[sample.mask] for sample in samples]),
+            rollout_logprobs_N=of_targets([sample.logprobs[sample.mask] for sample in samples]),
+            advantages_N=of_targets([np.full(sample.loss_tokens, sample.advantage, np.float32) for sample in samples]),
+            samples=tuple(samples),
+        )

@@ -1,0 +1,196 @@
+"""The policy's trainer: GRPO updates on Megatron-Core, logprobs, export and exact state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from infra.errors import BadInput
+from tasks.update.batch import Sample, read_samples
+from tasks.update.config import UpdateConfig
+from tasks.update.forward import PolicyForward
+from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
+from tasks.update.model import load_policy
+from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
+from tasks.update.packing import Microbatch, pack
+from tasks.update.precision import DTYPES, resolve_precision
+
+
+class Trainer:
+    """A policy and its optimizer, resident in one process."""
+
+    step: int
+    """Updates made, those without anything to train on included."""
+
+    def __init__(self, model_dir: str, config: UpdateConfig, seed: int):
+        """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
+        self.config = config
+        self.step = 0
+        self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
+        self.forward = PolicyForward(self.model, config)
+        self.optimizer = MasterAdamW(list(self.model.gpt.named_parameters()), config)
+        self._reference: dict[str, Tensor] | None = None
+        if config.kl_coef > 0:
+            self._reference = {name: p.detach().clone() for name, p in self.model.gpt.named_parameters()}
+
+    def update(self, batch: pa.Table) -> dict[str, float]:
+        """One optimizer step on a SCORED table; the step's metrics (see `_metrics`).
+
+        Advantages come with the batch. If this raises (BadInput, NonFiniteUpdate), nothing has changed.
+        """
+        samples = read_samples(batch)
+        self._check_fit(samples)
+        trained = [sample for sample in samples if self._has_gradient(sample)]
+        denominator = sum(sample.loss_tokens for sample in samples)
+        microbatches = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
+        lr = self.optimizer.lr(self.step)
+        try:
+            sums = self._gradients(microbatches, denominator)
+            loss, grad_norm = float(sums.loss), self.optimizer.grad_norm()
+            if not (np.isfinite(loss) and np.isfinite(grad_norm)):
+                raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
+            if microbatches:
+                self.optimizer.step(lr, grad_norm)
+        finally:
+            self.optimizer.zero_grad()
+        self.step += 1
+        return self._metrics(sums, microbatches, samples, denominator, lr, grad_norm)
+
+    def _has_gradient(self, sample: Sample) -> bool:
+        """False where the sample's gradient is exactly zero: no loss token, or advantage 0 and nothing else to pull."""
+        skip_zeros = self.config.skip_zero_advantage and self.config.kl_coef == 0
+        return sample.loss_tokens > 0 and not (skip_zeros and sample.advantage == 0.0)
+
+    def _check_fit(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            largest = max(sample.prompt.max(), sample.response.max(initial=0))
+            if largest >= self.model.vocabulary or min(sample.prompt.min(), sample.response.min(initial=0)) < 0:
+                raise BadInput(f"scored batch, row {sample.row}: token id {largest} is not in the model's vocabulary")
+
+    def _gradients(self, microbatches: list[Microbatch], denominator: int) -> LossSums:
+        """Accumulate the step's gradient; the sums of all its tokens."""
+        references: list[Tensor | None] = [None] * len(microbatches)
+        if self._reference is not None:
+            with self._reference_weights():
+                references = list(self.forward.logprobs(microbatches, self.config.temperature))
+        config = LossConfig(
+            clip_eps_low=self.config.clip_eps_low,
+            clip_eps_high=self.config.clip_eps_high,
+            kl_coef=self.config.kl_coef,
+            kl_estimator=self.config.kl_estimator,
+            denominator=denominator,
+        )
+
+        def chunk_loss(index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
+            microbatch, reference_N = microbatches[index], references[index]
+            return grpo_loss(
+                LossInputs(
+                    logprobs=logprobs_C,
+                    rollout_logprobs=microbatch.rollout_logprobs_N[at].to(logprobs_C.device),
+                    advantages=microbatch.advantages_N[at].to(logprobs_C.device),
+                    entropy=entropy_C,
+                    reference_logprobs=None if reference_N is None else reference_N[at],
+                ),
+                config,
+            )
+
+        return self.forward.backward(microbatches, chunk_loss)
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Inside, the model computes with the initial weights; nothing is copied."""
+        assert self._reference is not None
+        parameters = dict(self.model.gpt.named_parameters())
+        current = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = self._reference[name]
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = current[name]
+
+    def _metrics(
+        self, sums: LossSums, microbatches: list[Microbatch], samples: list[Sample], denominator: int, lr: float, grad_norm: float
+    ) -> dict[str, float]:
+        """Means are over the tokens that were trained on; `loss` and `policy_loss` are over the whole step's.
+
+        k3_mean and logprob_diff_max compare rollout and trainer before the step. `updated` is 0 where nothing was
+        trainable: the weights did not change and the other figures are 0.
+        """
+        tokens = max(1, sums.tokens)
+        trained = sum(len(microbatch.samples) for microbatch in microbatches)
+        return {
+            "loss": float(sums.loss),
+            "policy_loss": sums.policy_loss,
+            "kl": sums.kl / tokens,
+            "entropy": sums.entropy / tokens,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "clip_fraction": sums.clipped / tokens,
+            "ratio_mean": sums.ratio / tokens,
+            "ratio_max": sums.ratio_max,
+            "k3_mean": sums.k3 / tokens,
+            "logprob_diff_max": sums.logprob_diff_max,
+            "loss_tokens": float(denominator),
+            "model_tokens": float(sum(len(microbatch.tokens_S) for microbatch in microbatches)),
+            "trained_samples": float(trained),
+            "skipped_samples": float(len(samples) - trained),
+            "updated": float(bool(microbatches)),
+        }
+
+    def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Logprob of every token but the first, in nats at temperature 1."""
+        samples = [
+            Sample(
+                row=row,
+                prompt=np.asarray(tokens[:1], dtype=np.int64),
+                response=np.asarray(tokens[1:], dtype=np.int64),
+                logprobs=np.zeros(len(tokens) - 1, dtype=np.float32),
+                mask=np.ones(len(tokens) - 1, dtype=bool),
+                advantage=0.0,
+            )
+            for row, tokens in enumerate(sequences)
+            if len(tokens) > 1
+        ]
+        self._check_fit(samples)
+        results: list[list[float]] = [[] for _ in sequences]
+        microbatches = pack(samples, self.config.microbatch_tokens, share_prompts=False)
+        for microbatch, logprobs_N in zip(microbatches, self.forward.logprobs(microbatches, 1.0), strict=True):
+            lengths = [sample.loss_tokens for sample in microbatch.samples]
+            for sample, logprobs in zip(microbatch.samples, logprobs_N.split(lengths), strict=True):
+                results[sample.row] = logprobs.tolist()
+        return results
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update."""
+        chosen = self.config.export_dtype
+        return self.model.export(None if chosen == "auto" else DTYPES[chosen])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
+        and JSON. The reference policy is not in it: it is the model folder's."""
+        tensors = self.optimizer.state()
+        tensors |= {f"buffer.{name}": buffer for name, buffer in self._buffers().items()}
+        tensors["rng"] = torch.get_rng_state()
+        return tensors, {"format": 1, "step": self.step, "dtype": str(self.model.dtype)}
+
+    def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Go to a state that `state` gave. Raises, with nothing changed, if it is another model's or precision's."""
+        if meta.get("format") != 1 or meta.get("dtype") != str(self.model.dtype):
+            raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
+        buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self._buffers().items()}
+        self.optimizer.load_state(tensors)
+        for buffer, saved in buffers.values():
+            buffer.copy_(saved)
+        torch.set_rng_state(tensors["rng"])
+        self.step = meta["step"]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers (a MoE router's correction bias is one)."""
+        persistent = self.model.gpt.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.model.gpt.named_buffers() if name in persistent}
