@@ -2,8 +2,7 @@
 
 A writer puts its files in a folder of its own below the key, so racing writers never touch each other's; the first
 manifest wins and names the folder that counts. Data is Parquet, safetensors, JSON or plain bytes: nothing read from a
-store is ever unpickled. Digests are BLAKE3: it hashes at memory speed on all cores, SHA-256 at a few hundred MB/s
-where the CPU has no instructions for it; the algorithm is part of every digest ("blake3:...").
+store is ever unpickled.
 """
 
 import json
@@ -15,16 +14,14 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from pydantic import BaseModel
 
-from infra.config import Config
 from infra.errors import BadInput, Corrupted
+from infra.manifest import MANIFEST, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest
 from infra.store import Buffer, Sink, Store, check_key
 
 if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
@@ -33,88 +30,7 @@ if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
 
 __all__ = ["Artifact", "ArtifactRef", "ArtifactWriter", "Manifest", "Store", "digest_of", "open_artifact"]
 
-MANIFEST = "manifest.json"
-_SEVERAL_CORES_FROM = 2**20  # bytes; below this, starting threads costs more than it saves
 _log = logging.getLogger(__name__)
-
-
-class _Record(BaseModel):
-    model_config = Config.model_config
-
-
-class ArtifactRef(_Record):
-    """What tasks pass to each other in place of data."""
-
-    kind: str
-    """What it is: prompts, rollouts, scored, policy, checkpoint, ..."""
-    uri: str
-    """The artifact's folder: file:///... or s3://..., never with credentials."""
-    digest: str
-    """`blake3:<hex>` of everything that the artifact says but its provenance and place: equal runs, equal digests."""
-
-
-class FileEntry(_Record):
-    """One data file of an artifact."""
-
-    name: str
-    """Name within the artifact."""
-    bytes: int
-    """Size."""
-    digest: str
-    """`blake3:<hex>` of the content."""
-
-
-class Manifest(_Record):
-    """manifest.json: all there is to know of an artifact without reading its data."""
-
-    format: Literal["policyflow-artifact-1"] = "policyflow-artifact-1"
-    """Version of this layout."""
-    kind: str
-    """As in the ref."""
-    schema_version: int = 1
-    """Version of the kind's own layout."""
-    files: list[FileEntry]
-    """Sorted by name."""
-    inputs: list[ArtifactRef] = []
-    """What it was made from; the digest covers their kinds and digests, not where they lay."""
-    config_hash: str = ""
-    """Digest of the settings that made it."""
-    metadata: dict[str, Any] = {}
-    """Facts about the content, JSON; part of the digest."""
-    provenance: dict[str, Any] = {}
-    """When, where and by what code it was made; not part of the digest."""
-    folder: str
-    """Where the files lie, below the artifact's key; not part of the digest."""
-
-    @cached_property
-    def digest(self) -> str:
-        """`ArtifactRef.digest`."""
-        content = self.model_dump(mode="json", exclude={"provenance", "folder"})
-        content["inputs"] = [{"kind": ref.kind, "digest": ref.digest} for ref in self.inputs]
-        return digest_of(_canonical(content))
-
-    def encode(self) -> bytes:
-        """The only spelling of this manifest, sealed: any changed byte is found by `decode`."""
-        content = self.model_dump(mode="json")
-        return _canonical({**content, "seal": digest_of(_canonical(content))}, indent=1)
-
-    @classmethod
-    def decode(cls, data: bytes, uri: str) -> "Manifest":
-        """Raises Corrupted."""
-        try:
-            content = json.loads(data)
-            content.pop("seal")
-            manifest = cls.model_validate(content)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise Corrupted(f"{uri}/{MANIFEST} is damaged: {error}") from error
-        if manifest.encode() != data:
-            raise Corrupted(f"{uri}/{MANIFEST} is damaged: its seal does not fit its content")
-        return manifest
-
-
-def digest_of(data: Buffer) -> str:
-    """`blake3:<hex>` of bytes."""
-    return _name(_hash(data))
 
 
 class ArtifactWriter:
@@ -147,6 +63,7 @@ class ArtifactWriter:
         self.folder = f"files-{uuid.uuid4().hex[:16]}"
         self._files: dict[str, FileEntry] = {}
         self._closing: list[Future[None]] = []
+        self._is_garbage = True
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="artifact")
 
     def bytes(self, name: str, data: Buffer) -> None:
@@ -156,7 +73,7 @@ class ArtifactWriter:
 
     def json(self, name: str, value: Any) -> None:
         """`name`.json, with sorted keys. NaN and infinity are BadInput: JSON has no such numbers."""
-        self.bytes(f"{name}.json", _canonical(value, indent=1))
+        self.bytes(f"{name}.json", canonical(value, indent=1))
 
     def table(self, name: str, table: "pa.Table") -> None:
         """`name`.parquet. Equal tables give equal bytes, however they are chunked; schema metadata is not kept."""
@@ -199,17 +116,16 @@ class ArtifactWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        won = False
         try:
             if error is None:
-                won = self._commit()
+                self._commit()
         finally:
             self._pool.shutdown(wait=True)
-            if not won:
+            if self._is_garbage:
                 with suppress(Exception):  # garbage is invisible; the first fault is what matters
                     self.store.delete(self.folder)
 
-    def _commit(self) -> bool:
+    def _commit(self) -> None:
         for future in self._closing:
             future.result()
         manifest = Manifest(
@@ -222,23 +138,23 @@ class ArtifactWriter:
             provenance={**_provenance(), **self.provenance},
             folder=self.folder,
         )
-        won = self.store.create(MANIFEST, manifest.encode())
-        if won:
+        data = manifest.encode()
+        self._is_garbage = False  # a put that raises may have arrived: the files must stay until it is known
+        if self.store.create(MANIFEST, data):
             self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
             self._sweep()
-            return True
+            return
         winner = _read_manifest(self.store)
         assert winner is not None, "a manifest is never deleted"
-        self.adopted = True
+        self._is_garbage, self.adopted = True, True
         self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
-        return False
 
     def _sweep(self) -> None:
         """Drop what writers that died, or will lose, left under this key."""
         with suppress(Exception):
-            folders = {key.partition("/")[0] for key in self.store.keys()}
+            folders = {key.partition("/")[0] for key in self.store.keys("")}
             for folder in folders - {self.folder, MANIFEST}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
@@ -268,7 +184,7 @@ class _HashingFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
-            entry = FileEntry(name=self._name, bytes=self._bytes, digest=_name(self._hasher))
+            entry = FileEntry(name=self._name, bytes=self._bytes, digest=name_digest(self._hasher))
             self._writer._written(entry, self._sink)
             return
         with suppress(Exception):
@@ -284,6 +200,7 @@ class Artifact:
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """The manifest's facts about the content."""
         return self.manifest.metadata
 
     @property
@@ -365,23 +282,6 @@ def _read_manifest(store: Store) -> Manifest | None:
         return Manifest.decode(store.read(MANIFEST), store.url)
     except FileNotFoundError:
         return None
-
-
-def _canonical(value: Any, indent: int | None = None) -> bytes:
-    separators = (",", ":") if indent is None else (",", ": ")
-    try:
-        text = json.dumps(value, sort_keys=True, indent=indent, separators=separators, allow_nan=False)
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"not a JSON value: {error}") from error
-    return text.encode()
-
-
-def _hash(data: Buffer) -> "blake3":
-    return blake3(data, max_threads=blake3.AUTO if len(data) >= _SEVERAL_CORES_FROM else 1)
-
-
-def _name(hasher: "blake3") -> str:
-    return f"blake3:{hasher.hexdigest()}"
 
 
 def _provenance() -> dict[str, Any]:

@@ -9,8 +9,11 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
+
+from fsspec.asyn import sync
 
 from infra.errors import BadInput, Transient
 from infra.store import Buffer
@@ -22,14 +25,7 @@ CONCURRENCY = 4
 
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401"}
 _LOST = {"PreconditionFailed", "412"}
-_PASSING = {
-    "SlowDown",
-    "RequestTimeout",
-    "IncompleteBody",
-    "BadDigest",
-    "ConditionalRequestConflict",
-    "OperationAborted",
-}
+_PASSING = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "ConditionalRequestConflict"}
 _PASSING_ERRNO = {errno.EBUSY, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ECONNREFUSED}
 
 
@@ -49,7 +45,7 @@ def _connect(pid: int, environment: tuple[tuple[str, str], ...]) -> "S3":
 
 
 class S3:
-    """Paths are `bucket/key`. infra.store.Backend says what the methods promise."""
+    """The backend of s3://; paths are `bucket/key`."""
 
     def __init__(self) -> None:
         import s3fs
@@ -67,42 +63,60 @@ class S3:
         return _retry(path, lambda: self.fs.call_s3(method, Bucket=bucket, Key=key, **arguments))
 
     def read(self, path: str) -> Buffer:
-        size = self.size(path)
-        if size is None:
-            raise FileNotFoundError(f"s3://{path}")
-        if size <= PART_BYTES:
-            return bytearray(_retry(path, lambda: _whole(self.fs.cat_file(path), size)))  # writable, like a map
-        # Several ranges at once fill a network link; each lands at its place, so nothing is held twice.
-        data = bytearray(size)
-        view = memoryview(data)
+        """The whole object, writable."""
+        return self._get(path)[0]
 
-        def fetch(start: int) -> None:
+    def _get(self, path: str) -> tuple[bytearray, str]:
+        """The object and its ETag, of one moment: the object may be a pointer that others replace."""
+        bucket, _, key = path.partition("/")
+
+        async def get(**arguments: str) -> tuple[bytes | None, int, str]:
+            reply = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **arguments)
+            async with reply["Body"] as body:
+                size = reply["ContentLength"]
+                data = await body.read() if size <= PART_BYTES else None
+                if data is not None and len(data) != size:
+                    raise ConnectionError(f"read {len(data)} of {size} bytes")
+                return data, size, reply["ETag"]
+
+        def fetch(**arguments: str) -> tuple[bytes | None, int, str]:
+            return _retry(path, lambda: sync(self.fs.loop, get, **arguments))
+
+        data, size, etag = fetch()
+        if data is not None:
+            return bytearray(data), etag
+        # Several ranges at once fill a network link; each lands at its place, so nothing is held twice.
+        whole = bytearray(size)
+        view = memoryview(whole)
+
+        def place(start: int) -> None:
             end = min(start + PART_BYTES, size)
-            view[start:end] = _retry(path, lambda: _whole(self.fs.cat_file(path, start, end), end - start))
+            view[start:end] = fetch(Range=f"bytes={start}-{end - 1}", IfMatch=etag)[0] or b""
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            list(pool.map(fetch, range(0, size, PART_BYTES)))
-        return data
+            list(pool.map(place, range(0, size, PART_BYTES)))
+        return whole, etag
 
     def size(self, path: str) -> int | None:
+        """Bytes of the object, None when there is none."""
         try:
             return int(self.call("head_object", path)["ContentLength"])
         except FileNotFoundError:
             return None
 
     def open(self, path: str) -> "_Upload":
+        """Begin an object; it appears when the upload is closed."""
         return _Upload(self, path)
 
     def create(self, path: str, data: bytes) -> bool:
+        """Put if absent (If-None-Match)."""
         return self._put_if(path, data, IfNoneMatch="*")
 
     def replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        """Put if the object is `expected` (If-Match)."""
         try:
-            head = self.call("head_object", path)
-            if bytes(self.read(path)) != expected:
-                return False
-            # An ETag taken before the read: a write in between makes the put fail, never succeed wrongly.
-            return self._put_if(path, data, IfMatch=head["ETag"])
+            data_now, etag = self._get(path)
+            return bytes(data_now) == expected and self._put_if(path, data, IfMatch=etag)
         except FileNotFoundError:
             return False
 
@@ -111,14 +125,16 @@ class S3:
         token = uuid.uuid4().hex
         try:
             self.call("put_object", path, Body=data, Metadata={"put": token}, **condition)
-        except (FileExistsError, _PreconditionFailed):
+        except (FileExistsError, _ConditionFailedError):
             return self.call("head_object", path).get("Metadata", {}).get("put") == token
         return True
 
     def keys(self, path: str) -> list[str]:
+        """Paths of all objects below a folder."""
         return _retry(path, lambda: self.fs.find(path))
 
     def delete(self, path: str) -> None:
+        """Remove an object, or all below a folder."""
         for key in {path, *self.keys(path)}:
             self.call("delete_object", key)
 
@@ -155,6 +171,14 @@ class _Upload:
         self._parts.append(self._pool.submit(self._s3.call, "upload_part", self._path, **arguments))
 
     def close(self) -> None:
+        try:
+            self._close()
+        except BaseException:
+            with suppress(Exception):  # parts of an unfinished upload are invisible, and billed
+                self.abort()
+            raise
+
+    def _close(self) -> None:
         if self._id is None:
             self._s3.call("put_object", self._path, Body=bytes(self._buffer))
             return
@@ -178,14 +202,8 @@ class _Upload:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _PreconditionFailed(Exception):
+class _ConditionFailedError(Exception):
     pass
-
-
-def _whole(data: bytes, size: int) -> bytes:
-    if len(data) != size:
-        raise ConnectionError(f"read {len(data)} of {size} bytes")
-    return data
 
 
 def _retry[T](path: str, call: Callable[[], T]) -> T:
@@ -214,7 +232,7 @@ def _classify(path: str, error: Exception) -> Exception:
     if isinstance(error, FileExistsError):
         return error
     if code in _LOST or status == 412:
-        return _PreconditionFailed(path)
+        return _ConditionFailedError(path)
     credentials = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
     if isinstance(error, (PermissionError, *credentials)) or code in _REFUSED:
         return BadInput(
@@ -224,7 +242,7 @@ def _classify(path: str, error: Exception) -> Exception:
     if code == "NoSuchBucket":
         return BadInput(f"s3://{path}: there is no such bucket; create it or check AWS_ENDPOINT_URL")
     if isinstance(error, FileNotFoundError):
-        return error
+        return FileNotFoundError(f"s3://{path}")
     network = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, aiohttp.ClientError)
     passing = isinstance(error, (ConnectionError, TimeoutError, asyncio.IncompleteReadError, *network))
     if passing or code in _PASSING or status == 429 or status >= 500:

@@ -4,16 +4,12 @@ An object is written whole or not at all, and never seen half-written. `create` 
 callers, on any machine, one wins. Artifacts (infra/artifacts.py) are made of these calls.
 """
 
-import fcntl
 import mmap
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Iterator, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infra.errors import BadInput
 
@@ -30,21 +26,49 @@ _BAD_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 class Sink(Protocol):
     """A file being written: invisible or unfinished until `close`, which makes it durable."""
 
-    def write(self, data: Buffer) -> int: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
+    def write(self, data: Buffer) -> int:
+        """Append."""
+        ...
+
+    def close(self) -> None:
+        """Finish; durable when it returns."""
+        ...
+
+    def abort(self) -> None:
+        """Drop what was written."""
+        ...
 
 
 class Backend(Protocol):
     """What Store needs of a kind of storage; paths are absolute (`/folder/x`, `bucket/x`)."""
 
-    def read(self, path: str) -> Buffer: ...
-    def size(self, path: str) -> int | None: ...
-    def open(self, path: str) -> Sink: ...
-    def create(self, path: str, data: bytes) -> bool: ...
-    def replace(self, path: str, data: bytes, expected: bytes) -> bool: ...
-    def keys(self, path: str) -> list[str]: ...
-    def delete(self, path: str) -> None: ...
+    def read(self, path: str) -> Buffer:
+        """As Store.buffer."""
+        ...
+
+    def size(self, path: str) -> int | None:
+        """As Store.size."""
+        ...
+
+    def open(self, path: str) -> Sink:
+        """As Store.open."""
+        ...
+
+    def create(self, path: str, data: bytes) -> bool:
+        """As Store.create."""
+        ...
+
+    def replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        """As Store.replace, `expected` given."""
+        ...
+
+    def keys(self, path: str) -> list[str]:
+        """Paths of all objects below `path`, in any order."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """As Store.delete."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -87,12 +111,16 @@ class Store:
 
     @property
     def is_local(self) -> bool:
+        """Whether `path` names files of this machine."""
         return self.url.startswith("file://")
 
     @property
     def backend(self) -> Backend:
+        """The kind of storage behind the URL."""
         if self.is_local:
-            return _FILES
+            from infra.files import Files
+
+            return Files()
         from infra.s3 import connect  # s3fs costs half a second to import
 
         return connect()
@@ -179,129 +207,3 @@ def check_key(key: str) -> str:
 
 def _is_visible(key: str) -> bool:
     return not any(part.startswith(".") for part in key.split("/"))
-
-
-class _Files:
-    """file://. Names that begin with a dot are its own: temporary files and locks."""
-
-    def read(self, path: str) -> Buffer:
-        with _access(path), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
-
-    def size(self, path: str) -> int | None:
-        with _access(path):
-            return os.path.getsize(path) if os.path.isfile(path) else None
-
-    def open(self, path: str) -> "_FileSink":
-        with _access(path):
-            _make_folder(os.path.dirname(path))
-            return _FileSink(path)
-
-    def create(self, path: str, data: bytes) -> bool:
-        with self._temporary(path, data) as temporary:
-            try:
-                os.link(temporary, path)  # fails when the name is taken, whoever took it
-            except FileExistsError:
-                return False
-        return True
-
-    def replace(self, path: str, data: bytes, expected: bytes) -> bool:
-        folder, name = os.path.split(path)
-        if not os.path.isdir(folder):
-            return False
-        with _access(path), open(f"{folder}/.{name}.lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or its process dies
-            try:
-                if bytes(self.read(path)) != expected:
-                    return False
-            except FileNotFoundError:
-                return False
-            with self._temporary(path, data) as temporary:
-                os.rename(temporary, path)
-        return True
-
-    @contextmanager
-    def _temporary(self, path: str, data: bytes) -> Iterator[str]:
-        """A durable file beside `path` with its future content, gone afterwards; the folder is synced at the end."""
-        folder, name = os.path.split(path)
-        with _access(path):
-            _make_folder(folder)
-            temporary = f"{folder}/.{uuid.uuid4().hex}.tmp"
-            try:
-                sink = _FileSink(temporary)
-                sink.write(data)
-                sink.close()
-                yield temporary
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
-            _sync_folder(folder)
-
-    def keys(self, path: str) -> list[str]:
-        with _access(path):
-            return [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
-
-    def delete(self, path: str) -> None:
-        with _access(path), suppress(FileNotFoundError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-
-
-class _FileSink:
-    def __init__(self, path: str):
-        self._path = path
-        self._file = open(path, "xb", buffering=0)
-
-    def write(self, data: Buffer) -> int:
-        view = memoryview(data).cast("B")
-        written = 0
-        while written < len(view):  # a raw write takes at most 2 GiB
-            written += self._file.write(view[written:])
-        return written
-
-    def close(self) -> None:
-        with self._file:
-            os.fsync(self._file.fileno())
-        _sync_folder(os.path.dirname(self._path))
-
-    def abort(self) -> None:
-        self._file.close()
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
-
-
-def _make_folder(folder: str) -> None:
-    """makedirs whose new names survive a power cut."""
-    if os.path.isdir(folder):
-        return
-    parent = os.path.dirname(folder)
-    _make_folder(parent)
-    with suppress(FileExistsError):
-        os.mkdir(folder)
-        _sync_folder(parent)
-
-
-def _sync_folder(folder: str) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _access(path: str) -> Iterator[None]:
-    try:
-        yield
-    except PermissionError as error:
-        raise BadInput(f"file://{path}: permission denied; give this user access or choose another store") from error
-    except (NotADirectoryError, IsADirectoryError) as error:
-        raise BadInput(
-            f"file://{path}: a name of this key is a file where a folder is needed, or the reverse"
-        ) from error
-
-
-_FILES = cast(Backend, _Files())

@@ -42,9 +42,7 @@ def shards(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: 
     held = 0
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if name in seen or name == "__metadata__" or tensor.dtype not in _NAMES or tensor.layout != torch.strided:
-            raise BadInput(
-                f"tensor {name!r} ({tensor.dtype}): a repeated name, or not a dense tensor of a stored dtype"
-            )
+            raise BadInput(f"tensor {name!r} ({tensor.dtype}): repeated, or not dense, or no dtype of safetensors")
         seen.add(name)
         if group and held + tensor.nbytes > limit:
             yield group

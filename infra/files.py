@@ -1,0 +1,140 @@
+"""file:// for infra/store.py: names appear by link or rename when their content is on the disk, never before."""
+
+import fcntl
+import mmap
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from infra.errors import BadInput
+from infra.store import Buffer
+
+
+class Files:
+    """The backend of file://; paths are absolute. Names that begin with a dot are its own: temporary files, locks."""
+
+    def read(self, path: str) -> Buffer:
+        """The whole file as a private map: writable, changes never reach the file."""
+        with _access(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of the file, None when there is none."""
+        with _access(path):
+            return os.path.getsize(path) if os.path.isfile(path) else None
+
+    def open(self, path: str) -> "_FileSink":
+        """Begin a file."""
+        with _access(path):
+            _make_folder(os.path.dirname(path))
+            return _FileSink(path)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Link a finished file to the name, if it is free."""
+        with self._temporary(path, data) as temporary:
+            try:
+                os.link(temporary, path)  # fails when the name is taken, whoever took it
+            except FileExistsError:
+                return False
+        return True
+
+    def replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        """Compare, then rename a finished file over the name, under a lock."""
+        folder, name = os.path.split(path)
+        if not os.path.isdir(folder):
+            return False
+        with _access(path), open(f"{folder}/.{name}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, or its process dies
+            try:
+                if bytes(self.read(path)) != expected:
+                    return False
+            except FileNotFoundError:
+                return False
+            with self._temporary(path, data) as temporary:
+                os.rename(temporary, path)
+        return True
+
+    @contextmanager
+    def _temporary(self, path: str, data: bytes) -> Iterator[str]:
+        """A durable file beside `path` with its future content, gone afterwards; the folder is synced at the end."""
+        folder = os.path.dirname(path)
+        with _access(path):
+            _make_folder(folder)
+            temporary = f"{folder}/.{uuid.uuid4().hex}.tmp"
+            try:
+                sink = _FileSink(temporary)
+                sink.write(data)
+                sink.close()
+                yield temporary
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            _sync_folder(folder)
+
+    def keys(self, path: str) -> list[str]:
+        """Paths of all files below a folder."""
+        with _access(path):
+            return [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a folder and all below."""
+        with _access(path), suppress(FileNotFoundError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+class _FileSink:
+    def __init__(self, path: str):
+        self._path = path
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):  # a raw write takes at most 2 GiB
+            written += self._file.write(view[written:])
+        return written
+
+    def close(self) -> None:
+        with self._file:
+            os.fsync(self._file.fileno())
+        _sync_folder(os.path.dirname(self._path))
+
+    def abort(self) -> None:
+        self._file.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+def _make_folder(folder: str) -> None:
+    """makedirs whose new names survive a power cut."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    _make_folder(parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _access(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise BadInput(f"file://{path}: permission denied; give this user access or choose another store") from error
+    except (NotADirectoryError, IsADirectoryError) as error:
+        raise BadInput(f"file://{path}: there is a file where the key needs a folder, or the reverse") from error
