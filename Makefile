@@ -25,7 +25,7 @@ test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components
 	$(PY) -m pytest $(TESTS)
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
-	$(PY) -m tests.bench $(or $(BENCH),all)
+	$(PY) -m tests.bench $(BENCH)
 
 lint: $(VENV)/.installed-$(EXTRA)
 	$(VENV)/bin/ruff check .

@@ -71,8 +71,8 @@ class Session:
         with self.progress.waiting("loading vLLM and Megatron"):
             for spec in self.started:
                 Engine(spec).start()
-            for spec in self.started:
-                Engine(spec).load(self.config.timeouts.load_s)
+            pids = [Engine(spec).load(self.config.timeouts.load_s) for spec in self.started]
+        self.progress.line("engines: vLLM in process {}, Megatron in process {}".format(*pids))
 
     def _engine(self, name: str) -> EngineSpec:
         return EngineSpec(

@@ -14,6 +14,7 @@ from infra.config import Config
 from infra.errors import BadInput, Corrupted, Transient
 
 NAMESPACE = "policyflow"
+START_ATTEMPTS = 3
 
 
 class EngineSpec(Config):
@@ -80,9 +81,17 @@ def start_ray(address: str | None = None) -> None:
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
     if address:
         ray.init(address, **quiet)
-    else:
-        # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=128 * 1024**2, **quiet)
+        return
+    # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
+    quiet |= {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 128 * 1024**2}
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(**quiet)
+            return
+        except Exception as error:  # Ray gives a slow machine 30 s and then raises a bare Exception
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
+                raise
 
 
 def stop_ray() -> None:

@@ -22,6 +22,6 @@ class PolicySink(Protocol):
 
 def follow(engine: PolicySink, ref: ArtifactRef) -> None:
     """Bring the engine to the policy version `ref`; a no-op when it is there. Tensors are verified as they are read."""
-    digest = policy.policy_digest_of(ref)
+    digest = policy.describe(ref).policy_digest
     if engine.version != digest:
         engine.apply(policy.read(ref), digest)

@@ -1,12 +1,12 @@
 """Trainer side, inside its process: the policy after an update becomes a version in the store."""
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
+from infra.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -24,5 +24,12 @@ def publish(trainer: PolicySource, stage: Stage) -> ArtifactRef:
     """Commit the trainer's policy as full version `stage.step`."""
     if done := stage.committed():
         return done
-    started = time.perf_counter()
-    return policy.write_full(stage, trainer.export(), version=stage.step, started=started)
+    return policy.write_full(
+        Store.at(stage.store),
+        stage.key,
+        trainer.export(),
+        version=stage.step,
+        step=stage.step,
+        inputs=stage.inputs,
+        config_hash=stage.settings,
+    )

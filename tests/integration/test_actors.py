@@ -1,0 +1,113 @@
+"""Resident engines: found again by name, brought to a version before they answer, replaced when they die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from infra.actors import Engine, EngineLost, EngineSpec, start_ray, stop_ray
+from infra.artifacts import ArtifactRef
+from infra.errors import BadInput
+
+
+class Counter:
+    """An engine that remembers what it followed and how often it was called."""
+
+    def __init__(self, start: int):
+        self.count, self.followed = start, []
+
+
+def follow(engine: Counter, ref: ArtifactRef) -> None:
+    engine.followed.append(ref.digest)
+
+
+def add(engine: Counter, amount: int) -> tuple[int, list[str], int]:
+    engine.count += amount
+    return engine.count, engine.followed, os.getpid()
+
+
+def refuse(engine: Counter) -> None:
+    raise BadInput("amount: must be positive")
+
+
+def sleep(engine: Counter, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session():
+    start_ray()
+    yield
+    stop_ray()
+
+
+def engine(name: str) -> Engine:
+    here = "tests.integration.test_actors"
+    return Engine(EngineSpec(name=name, factory=f"{here}:Counter", settings={"start": 10}, follow=f"{here}:follow"))
+
+
+VERSION = ArtifactRef(kind="policy", uri="file:///store/policy", digest="blake3:00")
+
+
+def test_a_second_handle_finds_the_same_engine():
+    first, _, pid = engine("same").call("tests.integration.test_actors:add", amount=1)
+    second, _, other = engine("same").call("tests.integration.test_actors:add", amount=1)
+    assert (first, second) == (11, 12)
+    assert pid == other != os.getpid()
+
+
+def test_an_engine_follows_the_version_that_a_call_names():
+    _, followed, _ = engine("follows").call("tests.integration.test_actors:add", version=VERSION, amount=0)
+    assert followed == [VERSION.digest]
+
+
+def test_a_killed_engine_is_reported_and_the_next_call_gets_a_new_one_at_the_version():
+    handle = engine("killed")
+    _, _, pid = handle.call("tests.integration.test_actors:add", version=VERSION, amount=5)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineLost, match="killed"):
+        while True:  # the death may be noticed one call late
+            handle.call("tests.integration.test_actors:add", amount=0)
+    count, followed, new_pid = handle.call("tests.integration.test_actors:add", version=VERSION, amount=0)
+    assert count == 10
+    assert followed == [VERSION.digest]
+    assert new_pid != pid
+
+
+def test_bad_input_keeps_its_type_and_message_across_the_process_border():
+    with pytest.raises(BadInput, match="amount: must be positive"):
+        engine("refuses").call("tests.integration.test_actors:refuse")
+
+
+def test_an_engine_that_does_not_answer_is_stopped_and_replaced():
+    handle = engine("sleeps")
+    pid = handle.load()
+    with pytest.raises(EngineLost, match="did not answer within 1 s"):
+        handle.call("tests.integration.test_actors:sleep", timeout_s=1, seconds=60)
+    assert handle.load() != pid
+
+
+def test_engines_end_when_their_flow_is_killed(tmp_path):
+    script = tmp_path / "flow.py"
+    script.write_text(
+        "import sys, time\n"
+        "from infra.actors import start_ray\n"
+        "from tests.integration.test_actors import engine\n"
+        "start_ray()\n"
+        "print(engine('orphan').load(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    flow = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert flow.stdout is not None
+    pid = int(flow.stdout.readline())
+    children = psutil.Process(flow.pid).children(recursive=True)
+    assert pid in [child.pid for child in children]
+    flow.kill()
+    flow.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, "processes of a killed flow must not live on"

@@ -1,0 +1,139 @@
+"""Whatever is killed, and whenever: the run goes on and ends in the policy of an undisturbed run, bit for bit."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.artifacts import open_artifact
+from infra.store import Store
+from tests.integration.pipeline import Pipeline, engine_pids
+from tests.models import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    folder = tmp_path_factory.mktemp("recovery")
+    return Pipeline(folder, write_tiny_llama(folder / "model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pipeline: Pipeline) -> dict:
+    output = pipeline.train("undisturbed")
+    assert "run undisturbed is complete" in output
+    return pipeline.report("undisturbed")
+
+
+def committed(folder: Path, run: str) -> dict[str, str]:
+    """Every rollout, reward and update artifact of a run: key -> digest with provenance's creation time."""
+    store = Store.at(str(folder / "store"))
+    keys = store.keys(f"runs/{run}/steps")
+    found = {}
+    for key in keys:
+        parts = key.split("/")
+        if parts[-1] == "manifest.json" and parts[-2].split("-")[0] in {"rollout", "reward", "update"}:
+            artifact = f"runs/{run}/steps/{'/'.join(parts[:-1])}"
+            ref = store.find(artifact)
+            assert ref is not None
+            found[artifact] = f"{ref.digest} {open_artifact(ref).manifest.provenance['created']}"
+    return found
+
+
+class Reader(threading.Thread):
+    """Collects a process's output while it runs."""
+
+    def __init__(self, process):
+        super().__init__(daemon=True)
+        self.process, self.output = process, ""
+        self.start()
+
+    def run(self) -> None:
+        for line in self.process.stdout:
+            self.output += line
+
+    def wait_for(self, text: str, timeout_s: float = 300) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout_s} s:\n{self.output}"
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
+            time.sleep(0.05)
+
+
+def test_an_undisturbed_run_reports_what_a_person_asks_for(pipeline: Pipeline, undisturbed: dict):
+    for name in (
+        "reward_first", "reward_last", "heldout_before", "heldout_after", "steps", "seconds",
+        "peak_rss_gib", "k3_mean", "overhead_share", "policy_digest",
+    ):  # fmt: skip
+        assert undisturbed[name] is not None, name
+    assert undisturbed["steps"] == 4
+    assert undisturbed["k3_mean"] < 1e-3
+    picture = (pipeline.folder / "store" / "runs" / "undisturbed" / "reward.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_a_finished_run_started_again_does_nothing_twice(pipeline: Pipeline, undisturbed: dict):
+    before = committed(pipeline.folder, "undisturbed")
+    pipeline.train("undisturbed")
+    assert committed(pipeline.folder, "undisturbed") == before
+    assert pipeline.report("undisturbed")["policy_digest"] == undisturbed["policy_digest"]
+
+
+@pytest.mark.parametrize("victim", ["vllm", "megatron"])
+def test_a_killed_engine_is_replaced_within_the_run(pipeline: Pipeline, undisturbed: dict, victim: str):
+    run = f"killed-{victim}"
+    process = pipeline.start(run)
+    reader = Reader(process)
+    reader.wait_for("step   1/4")
+    time.sleep(random.uniform(0, 1.5))
+    os.kill(engine_pids(reader.output)[victim], signal.SIGKILL)
+    assert process.wait(timeout=400) == 0, reader.output
+    assert pipeline.report(run)["policy_digest"] == undisturbed["policy_digest"]
+
+
+def test_a_killed_flow_resumes_with_the_same_command(pipeline: Pipeline, undisturbed: dict):
+    process = pipeline.start("killed-flow")
+    reader = Reader(process)
+    reader.wait_for("step   1/4")
+    time.sleep(random.uniform(0, 1.5))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not [child for child in alive if "ray" in child.name()], "the killed flow's engines live on"
+    before = committed(pipeline.folder, "killed-flow")
+    assert before, "the run was killed before anything was committed"
+    output = pipeline.train("killed-flow")
+    assert "resumed at step" in output
+    after = committed(pipeline.folder, "killed-flow")
+    assert before.items() <= after.items(), "a committed artifact was made again"
+    assert pipeline.report("killed-flow")["policy_digest"] == undisturbed["policy_digest"]
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(pipeline: Pipeline, undisturbed: dict):
+    process = pipeline.start("interrupted")
+    reader = Reader(process)
+    reader.wait_for("step   2/4")
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == 130, reader.output
+    reader.join(10)
+    assert "the same command goes on from the last committed step" in reader.output
+    pipeline.train("interrupted")
+    assert pipeline.report("interrupted")["policy_digest"] == undisturbed["policy_digest"]
+
+
+def test_a_run_with_other_settings_is_refused_and_named(pipeline: Pipeline, undisturbed: dict):
+    output = pipeline.train("undisturbed", "update.lr=0.5", expect=2)
+    assert "update.lr: the run has 0.001, this start asks for 0.5" in output
+
+
+def test_more_steps_continue_a_finished_run(pipeline: Pipeline, undisturbed: dict):
+    before = committed(pipeline.folder, "undisturbed")
+    output = pipeline.train("undisturbed", "steps=5")
+    assert "resumed at step 4" in output
+    assert before.items() <= committed(pipeline.folder, "undisturbed").items()
+    assert pipeline.report("undisturbed")["steps"] == 5
