@@ -1,7 +1,5 @@
 """The evaluate flow: accuracy of a policy version on a split, with its standard error."""
 
-from typing import Any
-
 from prefect import flow
 
 from flows.config import TrainConfig

@@ -5,9 +5,9 @@ from typing import Any
 from prefect import flow
 
 from infra.artifacts import ArtifactRef, open_artifact
-from infra.store import Store
 from infra.errors import BadInput
 from infra.run import Stage
+from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
 

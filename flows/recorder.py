@@ -1,8 +1,10 @@
 """What a train run tells: progress lines, MLflow, Prefect's artifacts, report.json and the reward curve."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
@@ -12,7 +14,22 @@ from flows.session import Session
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Head
 
+TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "outside_seconds")
 Times = Callable[[str, str], AbstractContextManager[None]]
+
+
+@dataclass
+class Timing:
+    """Where a step's time went, in seconds."""
+
+    wall: float
+    """From the step's begin to its last record."""
+    stages: dict[str, float]
+    """Wall time of each stage, as the flow sees it."""
+    engine: dict[str, float]
+    """Of each stage: in the engine itself."""
+    tokens: float
+    """Prompt and response tokens of the step's samples."""
 
 
 class Recorder:
@@ -24,18 +41,19 @@ class Recorder:
         self.verification: ArtifactRef | None = None
         self.history = [committed_step(update) for update in updates_of(head)]
         self.before = session.run.read_json("report.json") or {}
-        self.walls: list[tuple[float, float]] = []  # (wall, engine) seconds of this process's steps
+        self.timings: list[Timing] = []
         self.last: dict[str, float] = {}
         self.prompts = {
-            row["prompt_id"]: report.prompt_text(row)
-            for row in open_artifact(dataset).table("train").to_pylist()
+            row["prompt_id"]: report.prompt_text(row) for row in open_artifact(dataset).table("train").to_pylist()
         }
         self.progress_id = create_progress_artifact(
             progress=100 * head.step / session.config.steps, key=f"{key(session.run.name)}-progress",
             description=f"Steps of {session.run.name}",
         )  # fmt: skip
         where = f"resumed at step {head.step}" if session.resumed and head.step else "new"
-        session.progress.line(f"run {session.run.name} ({where}), {session.config.steps} steps, store {session.run.store}")
+        session.progress.line(
+            f"run {session.run.name} ({where}), {session.config.steps} steps, store {session.run.store}"
+        )
 
     @contextmanager
     def step(self, step: int) -> Iterator[Times]:
@@ -60,15 +78,20 @@ class Recorder:
         metrics = entry["metrics"]
         metrics |= {f"seconds/{name}": value for name, value in self.last.items()}
         markdown = report.step_markdown(step, metrics, entry["refs"]["scored"], self.prompts)
-        create_markdown_artifact(markdown, key=f"{key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}")
+        create_markdown_artifact(
+            markdown, key=f"{key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}"
+        )
         update_progress_artifact(self.progress_id, progress=100 * head.step / session.config.steps)
         wall = time.perf_counter() - self.started
-        self.walls.append((wall, entry["engine_s"]))
+        ack = session.ack_stage(head).committed()
+        assert ack is not None, "a head moves after the acknowledgement"
+        engine = entry["engine_s"] | {"sync": open_artifact(ack).manifest.provenance["engine_s"]}
+        self.timings.append(Timing(wall, dict(self.last), engine, metrics["rollout/tokens"]))
         metrics |= {"seconds/step": wall, "tokens_per_s": metrics["rollout/tokens"] / wall}
         self.history.append(entry)
         session.tracker.step(step, metrics, entry["refs"] | {"policy": head.policy})
         remaining = session.config.steps - head.step
-        eta = remaining * sum(w for w, _ in self.walls[-5:]) / len(self.walls[-5:])
+        eta = remaining * statistics.mean(timing.wall for timing in self.timings[-5:])
         session.progress.line(report.step_line(step, session.config.steps, metrics, eta))
         self._write(head)
 
@@ -90,7 +113,6 @@ class Recorder:
         return values
 
     def _write(self, head: Head) -> dict[str, Any]:
-        wall, engine = (sum(column) for column in zip(*self.walls, strict=True)) if self.walls else (0.0, 0.0)
         rewards = [entry["metrics"]["reward/mean"] for entry in self.history]
         k3 = [entry["metrics"]["update/k3_mean"] for entry in self.history]
         values = {
@@ -98,17 +120,36 @@ class Recorder:
             "steps": head.step,
             "reward_first": rewards[0] if rewards else None,
             "reward_last": rewards[-1] if rewards else None,
+            "reward_last_5": statistics.mean(rewards[-5:]) if rewards else None,
             "heldout_before": self.heldout.get("before", {}).get("accuracy"),
             "heldout_after": self.heldout.get("after", {}).get("accuracy"),
             "k3_mean": sum(k3) / len(k3) if k3 else None,
             "seconds": self.before.get("seconds", 0.0) + time.monotonic() - self.session.opened,
             "peak_rss_gib": max(self.before.get("peak_rss_gib", 0.0), self.session.progress.peak_rss_bytes / 2**30),
-            "overhead_share": 1 - engine / wall if wall else self.before.get("overhead_share"),
+            **(timing_figures(self.timings) or {name: self.before.get(name) for name in TIMING_FIGURES}),
             "policy_digest": open_artifact(head.policy).metadata["policy_digest"],
             "policy": head.policy.model_dump(),
         }
         self.session.run.write_json("report.json", values)
         return values
+
+
+def timing_figures(timings: list[Timing]) -> dict[str, Any]:
+    """Share of the wall time outside the engines, medians a step, and the seconds outside the engines by stage."""
+    if not timings:
+        return {}
+    wall = sum(timing.wall for timing in timings)
+    outside = {
+        stage: statistics.median(timing.stages[stage] - timing.engine[stage] for timing in timings)
+        for stage in timings[0].stages
+    }
+    outside["records"] = statistics.median(timing.wall - sum(timing.stages.values()) for timing in timings)
+    return {
+        "overhead_share": 1 - sum(sum(timing.engine.values()) for timing in timings) / wall,
+        "step_seconds": statistics.median(timing.wall for timing in timings),
+        "tokens_per_s": statistics.median(timing.tokens / timing.wall for timing in timings),
+        "outside_seconds": outside,
+    }
 
 
 def updates_of(head: Head) -> list[ArtifactRef]:
@@ -133,12 +174,12 @@ def committed_step(update: ArtifactRef) -> dict[str, Any]:
         **_numbers("reward", scored_manifest.metadata["metrics"]),
         **_numbers("update", manifest.metadata["metrics"]),
     }
-    engine = sum(m.provenance["engine_s"] for m in (rollout_manifest, scored_manifest, manifest))
+    manifests = {"rollout": rollout_manifest, "reward": scored_manifest, "update": manifest}
     return {
         "step": manifest.metadata["step"],
         "metrics": metrics,
         "refs": {"rollouts": rollouts, "scored": scored, "update": update},
-        "engine_s": engine,
+        "engine_s": {stage: m.provenance["engine_s"] for stage, m in manifests.items()},
     }
 
 

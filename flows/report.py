@@ -25,7 +25,13 @@ def reward_curve(history: list[dict[str, Any]], heldout: dict[str, float]) -> by
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     steps = [entry["step"] for entry in history]
-    axes.plot(steps, [entry["metrics"]["reward/mean"] for entry in history], marker="o", markersize=3, label="reward (step mean)")
+    axes.plot(
+        steps,
+        [entry["metrics"]["reward/mean"] for entry in history],
+        marker="o",
+        markersize=3,
+        label="reward (step mean)",
+    )
     ends = {"before": steps[0] if steps else 0, "after": steps[-1] if steps else 0}
     points = [(ends[when], value) for when, value in heldout.items() if when in ends]
     if points:
@@ -39,7 +45,9 @@ def reward_curve(history: list[dict[str, Any]], heldout: dict[str, float]) -> by
     return buffer.getvalue()
 
 
-def step_markdown(step: int, metrics: dict[str, float], scored: ArtifactRef, dataset_prompts: dict[str, str], rows: int = 8) -> str:
+def step_markdown(
+    step: int, metrics: dict[str, float], scored: ArtifactRef, dataset_prompts: dict[str, str], rows: int = 8
+) -> str:
     """The page of a step: its metrics, and sampled prompts, responses and rewards as a table."""
     table = open_artifact(scored).table("scored")
     lines = [f"# Step {step}", "", "| metric | value |", "| --- | --- |"]
@@ -47,7 +55,9 @@ def step_markdown(step: int, metrics: dict[str, float], scored: ArtifactRef, dat
     lines += ["", "| prompt | response | reward | advantage |", "| --- | --- | ---: | ---: |"]
     for row in _spread(table, rows).to_pylist():
         prompt = dataset_prompts.get(row["prompt_id"], row["prompt_id"])
-        lines.append(f"| {_cell(prompt)} | {_cell(row['response_text'])} | {row['reward']:.2f} | {row['advantage']:+.2f} |")
+        lines.append(
+            f"| {_cell(prompt)} | {_cell(row['response_text'])} | {row['reward']:.2f} | {row['advantage']:+.2f} |"
+        )
     return "\n".join([*lines, "", f"Artifact: `{scored.uri}`"])
 
 

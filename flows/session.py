@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, start_ray, stop_ray
-from infra.store import Store
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
-from infra.run import Run
+from infra.run import Head, Run, Stage
+from infra.store import Store
 from infra.tracking import Tracker
 
 
@@ -64,6 +63,10 @@ class Session:
             environment=self._environment(),
             gpus=self.config.resources.update_gpus,
         )
+
+    def ack_stage(self, head: Head) -> Stage:
+        """Where the engine's acknowledgement of `head.policy` lies."""
+        return self.run.stage("ack", head.step, [head.policy], self.config.sync.digest())
 
     def load_engines(self) -> None:
         """Load vLLM and Megatron side by side, and wait for both."""
@@ -120,4 +123,3 @@ def open_session(config: TrainConfig, run_name: str) -> Iterator[Session]:
         progress.close()
         for fault in faults:
             progress.line(f"MLflow missed something (the run itself is whole): {fault}")
-

@@ -1,16 +1,16 @@
 """The train flow: prompts -> rollouts -> rewards -> policy update -> weight sync, step by step.
 
-    prepare_dataset                                 prompts, train and held-out
-    publish_policy, sync_engine                     version 0
-    evaluate                                        held-out accuracy before
-    for each step
-        generate_rollouts    vLLM                   rollouts of the policy version
-        score_rollouts       the environment        rewards, advantages
-        update_policy        Megatron               one optimizer step
-        publish_policy       Megatron -> store      the next policy version
-        sync_engine          store -> vLLM          applied in place, verified
-    verify_against_fresh_engine                     the engine holds what was trained
-    evaluate                                        held-out accuracy after
+prepare_dataset                                 prompts, train and held-out
+publish_policy, sync_engine                     version 0
+evaluate                                        held-out accuracy before
+for each step
+    generate_rollouts    vLLM                   rollouts of the policy version
+    score_rollouts       the environment        rewards, advantages
+    update_policy        Megatron               one optimizer step
+    publish_policy       Megatron -> store      the next policy version
+    sync_engine          store -> vLLM          applied in place, verified
+verify_against_fresh_engine                     the engine holds what was trained
+evaluate                                        held-out accuracy after
 """
 
 from typing import Any
@@ -119,8 +119,7 @@ def publish(session: Session, head: Head) -> Head:
 def acknowledge(session: Session, head: Head) -> ArtifactRef:
     """The engine's acknowledgement of `head.policy`; an engine that is elsewhere is brought there first."""
     return sync_engine(
-        session.run.stage("ack", head.step, [head.policy], session.config.sync.digest()),
-        session.rollout_engine, session.trainer, session.config.sync,
+        session.ack_stage(head), session.rollout_engine, session.trainer, session.config.sync,
         update=head.update, policy=head.policy, vocab_size=session.vocab_size,
         timeout_s=session.config.timeouts.sync_s,
     )  # fmt: skip

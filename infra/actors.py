@@ -143,7 +143,9 @@ class Engine:
             return ray.get(submit(actor), timeout=timeout_s)
         except GetTimeoutError as error:
             self.stop()
-            raise EngineLost(f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; it was stopped") from error
+            raise EngineLost(
+                f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; it was stopped"
+            ) from error
         except RayActorError as error:
             self.stop()
             raise EngineLost(f"engine {self.spec.name} died: {_first_line(error)}") from error

@@ -12,9 +12,9 @@ import re
 from typing import Any
 
 from infra.artifacts import ArtifactRef
-from infra.store import Store
 from infra.config import Config
 from infra.errors import BadInput, Transient
+from infra.store import Store
 
 
 class Stage(Config):

@@ -9,7 +9,9 @@ from tasks.reward.config import RewardConfig
 
 
 @stage_task("reward")
-def score_rollouts(stage: Stage, config: RewardConfig, *, rollouts: ArtifactRef, dataset: ArtifactRef, split: str) -> ArtifactRef:
+def score_rollouts(
+    stage: Stage, config: RewardConfig, *, rollouts: ArtifactRef, dataset: ArtifactRef, split: str
+) -> ArtifactRef:
     """Artifact of kind `scored`: scored.parquet (schema SCORED), with the reward metrics as metadata."""
     from tasks.reward.scoring import score
 

@@ -27,6 +27,8 @@ def generate(
     started = time.perf_counter()
     rollouts, stats = engine.sample(prompts, samples=samples, seed=seed, temperature=temperature)
     seconds = time.perf_counter() - started
-    with stage.write("rollout", metadata={"policy": engine.version, **stats}, provenance={"engine_s": seconds}) as writer:
+    with stage.write(
+        "rollout", metadata={"policy": engine.version, **stats}, provenance={"engine_s": seconds}
+    ) as writer:
         writer.table("rollouts", rollouts)
     return writer.ref

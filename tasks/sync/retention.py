@@ -1,8 +1,7 @@
 """Which policy versions keep their tensors while a run goes on."""
 
-from infra.artifacts import open_artifact
-from infra.store import Store
 from infra.run import Run
+from infra.store import Store
 
 
 def drop_old_versions(run: Run, upto: int) -> None:

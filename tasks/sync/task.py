@@ -1,7 +1,5 @@
 """Weight sync: the policy after an update becomes a version in the store, and every engine acknowledges it."""
 
-import time
-
 from infra.actors import Engine, EngineSpec
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
@@ -35,18 +33,17 @@ def sync_engine(
     An engine that is not at the version (a new one, say) is brought there even if the acknowledgement is committed.
     """
     sequences = probe_sequences(config, vocab_size)
-    started = time.perf_counter()
-    engine_logprobs = Engine(engine).call(
+    engine_logprobs, engine_s = Engine(engine).call(
         "tasks.sync.verify:score", version=policy, timeout_s=timeout_s, sequences=sequences
     )
-    seconds = time.perf_counter() - started
     if done := stage.committed():
         return done
-    trainer_logprobs = Engine(trainer).call(
+    trainer_logprobs, trainer_s = Engine(trainer).call(
         "tasks.sync.verify:score", version=update, timeout_s=timeout_s, sequences=sequences
     )
     result = compare(trainer_logprobs, engine_logprobs, config.probe_tolerance)
-    with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance={"apply_s": seconds}) as writer:
+    seconds = {"engine_s": engine_s + trainer_s}
+    with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance=seconds) as writer:
         writer.json("probe", result.model_dump())
     return writer.ref
 
@@ -65,7 +62,9 @@ def verify_against_fresh_engine(
     updated = open_artifact(ack).json("probe")["engine"]
     engine = Engine(fresh)
     try:
-        loaded = engine.call("tasks.sync.verify:score", version=policy, sequences=probe_sequences(config, vocab_size))
+        loaded, _ = engine.call(
+            "tasks.sync.verify:score", version=policy, sequences=probe_sequences(config, vocab_size)
+        )
     finally:
         engine.stop()
     result = compare(loaded, updated, tolerance=1e-6)

@@ -1,5 +1,6 @@
 """Proof of a sync: trainer and engine score the same probe, two implementations of one policy."""
 
+import time
 from typing import Protocol
 
 import numpy as np
@@ -35,9 +36,11 @@ def probe_sequences(config: SyncConfig, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (config.probe_sequences, config.probe_length)).tolist()
 
 
-def score(engine: Scorer, sequences: list[list[int]]) -> list[list[float]]:
-    """Run inside an engine's process: its logprobs of the probe."""
-    return [[float(value) for value in row] for row in engine.token_logprobs(sequences)]
+def score(engine: Scorer, sequences: list[list[int]]) -> tuple[list[list[float]], float]:
+    """Run inside an engine's process: its logprobs of the probe, and the seconds that it took."""
+    started = time.perf_counter()
+    logprobs = [[float(value) for value in row] for row in engine.token_logprobs(sequences)]
+    return logprobs, time.perf_counter() - started
 
 
 def compare(trainer: list[list[float]], engine: list[list[float]], tolerance: float) -> ProbeResult:

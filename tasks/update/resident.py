@@ -118,7 +118,9 @@ def update(trainer: ResidentTrainer, stage: Stage, scored: ArtifactRef, checkpoi
     started = time.perf_counter()
     metrics = trainer.apply(scored)
     seconds = time.perf_counter() - started
-    with stage.write("update", metadata={"metrics": metrics, "step": stage.step}, provenance={"engine_s": seconds}) as writer:
+    with stage.write(
+        "update", metadata={"metrics": metrics, "step": stage.step}, provenance={"engine_s": seconds}
+    ) as writer:
         pass
     trainer.position = writer.ref.digest
     if checkpoint:

@@ -18,7 +18,13 @@ def commit_base(stage: Stage, metadata: dict[str, str | int]) -> ArtifactRef:
 
 @stage_task("update")
 def update_policy(
-    stage: Stage, engine: EngineSpec, *, parent: ArtifactRef, scored: ArtifactRef, checkpoint: bool, timeout_s: float | None
+    stage: Stage,
+    engine: EngineSpec,
+    *,
+    parent: ArtifactRef,
+    scored: ArtifactRef,
+    checkpoint: bool,
+    timeout_s: float | None,
 ) -> ArtifactRef:
     """Artifact of kind `update`: metrics.json, with inputs (parent update, scored batch)."""
     if done := stage.committed():

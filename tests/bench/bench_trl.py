@@ -38,7 +38,7 @@ def _trl() -> float:
         model = HOME / "models" / "smollm2"
         command = [ENVIRONMENT / "bin" / "python", script, "--model", model, "--steps", str(TRL_STEPS), "--json", out]
         subprocess.run(command, cwd=REPOSITORY, check=True)
-        return json.loads(out.read_text())["tokens_per_s"]
+        return json.loads(out.read_text())["tokens_per_second"]
 
 
 def _install() -> None:

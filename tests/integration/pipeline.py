@@ -16,7 +16,13 @@ TINY = {
     "steps": 4,
     "checkpoint_every": 2,
     "dataset": {"environment": str(REPO / "tests" / "environments" / "checksum")},
-    "rollout": {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 8, "max_model_len": 64, "kv_cache_gib": 0.25},
+    "rollout": {
+        "prompts_per_step": 3,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 8,
+        "max_model_len": 64,
+        "kv_cache_gib": 0.25,
+    },
     "update": {"lr": 1e-3, "microbatch_tokens": 64},
     "evaluation": {"samples": 2},
 }

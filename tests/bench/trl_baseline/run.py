@@ -3,9 +3,9 @@
     tests/bench/.trl/bin/python tests/bench/trl_baseline/run.py --model DIR --steps N --json OUT
 
 Runs in an environment of its own (requirements/trl.txt) with nothing of this repository but the addition environment:
-the problems and the reward are the very ones that our run uses. The work of a step: 8 prompts x 8 samples, temperature 1,
-at most 24 new tokens, no KL term, one AdamW step (GRPO, token-level aggregation, group-normalised advantages). The chat
-template is applied here and the prompts handed over as text, checked to be token-identical.
+the problems and the reward are the very ones that our run uses. The work of a step: 8 prompts x 8 samples,
+temperature 1, at most 24 new tokens, no KL term, one AdamW step (GRPO, token-level aggregation, group-normalised
+advantages). The chat template is applied here and the prompts handed over as text, checked to be token-identical.
 
 The defaults are the fastest of TRL's options that were tried; each can be tried again with the flag named here.
 """
