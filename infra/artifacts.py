@@ -274,7 +274,7 @@ def find_artifact(store: Store, key: str) -> ArtifactRef | None:
     """The ref of the artifact `key` of `store`, None when there is none."""
     store = store / key
     manifest = _read_manifest(store)
-    return manifest and ArtifactRef(kind=manifest.kind, uri=store.url, digest=manifest.digest)
+    return ArtifactRef(kind=manifest.kind, uri=store.url, digest=manifest.digest) if manifest else None
 
 
 def _read_manifest(store: Store) -> Manifest | None:

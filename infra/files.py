@@ -5,7 +5,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 from infra.errors import BadInput
@@ -58,7 +58,7 @@ class Files:
         return True
 
     @contextmanager
-    def _temporary(self, path: str, data: bytes) -> Iterator[str]:
+    def _temporary(self, path: str, data: bytes) -> Generator[str]:
         """A durable file beside `path` with its future content, gone afterwards; the folder is synced at the end."""
         folder = os.path.dirname(path)
         with _access(path):
@@ -131,7 +131,7 @@ def _sync_folder(folder: str) -> None:
 
 
 @contextmanager
-def _access(path: str) -> Iterator[None]:
+def _access(path: str) -> Generator[None]:
     try:
         yield
     except PermissionError as error:

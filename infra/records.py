@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow.compute import call_function as compute
 
 from infra.errors import BadInput
 
@@ -86,9 +86,10 @@ def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if column.null_count and not field.nullable:
             raise BadInput(f"column {field.name!r} has {column.null_count} nulls, expected none")
     for name in set(_ONE_A_RESPONSE_TOKEN) & set(schema.names):
-        same = pc.equal(pc.list_value_length(table[name]), pc.list_value_length(table["response_ids"]))
-        if not pc.all(same, min_count=0).as_py():
-            raise BadInput(f"column {name!r} in row {same.index(False).as_py()}: expected one entry a response token")
+        lengths = [compute("list_value_length", [table[column]]) for column in (name, "response_ids")]
+        same = compute("equal", lengths)
+        if (row := same.index(False).as_py()) >= 0:
+            raise BadInput(f"column {name!r} in row {row}: expected one entry a response token")
     return table.select(schema.names).cast(schema)
 
 

@@ -131,7 +131,16 @@ class S3:
 
     def keys(self, path: str) -> list[str]:
         """Paths of all objects below a folder."""
-        return _retry(path, lambda: self.fs.find(path))
+        bucket, _, key = path.partition("/")
+        found: list[str] = []
+        page: dict[str, Any] = {"Prefix": f"{key}/" if key else ""}
+        while True:
+            # Not fs.find: where there is nothing below a folder it looks for an object of the folder's name.
+            reply = _retry(path, lambda page=page: self.fs.call_s3("list_objects_v2", Bucket=bucket, **page))
+            found += [f"{bucket}/{item['Key']}" for item in reply.get("Contents", []) if item["Key"][-1] != "/"]
+            if not reply.get("IsTruncated"):
+                return found
+            page["ContinuationToken"] = reply["NextContinuationToken"]
 
     def delete(self, path: str) -> None:
         """Remove an object, or all below a folder."""

@@ -139,7 +139,7 @@ class S3Server:
         ports = [f"-{name}.port={port}" for name, port in parts.items()]
         return [
             weed, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", f"-ip={_HOST}", f"-ip.bind={_HOST}",
-            "-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=0", "-filer", "-s3",
+            "-master.telemetry=false", "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256", "-volume.max=0", "-filer", "-s3",
             f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.autoCreateBucket=false", *ports,
         ]  # fmt: skip
 

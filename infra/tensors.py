@@ -40,7 +40,8 @@ def shards(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: 
     seen: set[str] = set()
     group: dict[str, Tensor] = {}
     held = 0
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    pairs: Iterable[tuple[str, Tensor]] = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, tensor in pairs:
         if name in seen or name == "__metadata__" or tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             raise BadInput(f"tensor {name!r} ({tensor.dtype}): repeated, or not dense, or no dtype of safetensors")
         seen.add(name)

@@ -221,7 +221,7 @@ def test_a_missing_bucket_is_bad_input(s3_store: Store) -> None:
 def test_an_unreachable_server_is_transient(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "FIRST_DELAY_S", 0.01)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(Transient, match="127.0.0.1:9"):
+    with pytest.raises(Transient, match=r"127\.0\.0\.1:9"):
         s3_store.read("x")
 
 
