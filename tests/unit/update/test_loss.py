@@ -1,0 +1,92 @@
+"""The GRPO loss against values worked out by hand, and the properties that microbatches rest on."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss, kl_estimate
+
+PLAIN = LossConfig(clip_eps_low=0.2, clip_eps_high=0.3)
+
+
+def tokens(ratios: list[float], advantages: list[float], reference: list[float] | None = None) -> LossInputs:
+    """Tokens whose rollout logprob is 0, so that their logprob is the log of the ratio."""
+    return LossInputs(
+        logprobs=torch.tensor(ratios).log().requires_grad_(),
+        rollout_logprobs=torch.zeros(len(ratios)),
+        advantages=torch.tensor(advantages),
+        entropy=torch.ones(len(ratios)),
+        reference_logprobs=None if reference is None else torch.tensor(reference),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.0, 2.0, -2.0, 0),  # on policy: minus the advantage
+        (1.1, 2.0, -2.2, 0),  # inside the trust region
+        (1.5, 2.0, -2.6, 1),  # too likely already: 1.3 * 2, no gradient
+        (0.5, 2.0, -1.0, 0),  # a good token that became unlikely is pulled back
+        (0.5, -2.0, 1.6, 1),  # too unlikely already: 0.8 * 2
+        (1.5, -2.0, 3.0, 0),  # a bad token that became likely is pushed back, unclipped
+    ],
+)
+def test_surrogate_is_clipped_only_where_the_step_would_go_further(ratio, advantage, loss, clipped):
+    inputs = tokens([ratio], [advantage])
+    result = grpo_loss(inputs, PLAIN)
+    assert result.policy_loss == pytest.approx(loss)
+    assert result.clipped == clipped
+    (gradient,) = torch.autograd.grad(result.loss, inputs.logprobs)
+    assert gradient.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_all_tokens_of_the_step_weigh_the_same():
+    result = grpo_loss(tokens([1.0, 1.0], [1.0, 3.0]), LossConfig(0.2, 0.2, denominator=8))
+    assert result.loss.item() == pytest.approx(-(1.0 + 3.0) / 8)
+
+
+def test_mismatch_metrics_compare_trainer_and_rollout():
+    result = grpo_loss(tokens([1.0, 2.0], [0.0, 0.0]), PLAIN)
+    assert result.k3 == pytest.approx(0 + (2 - 1 - math.log(2)))
+    assert result.logprob_diff_max == pytest.approx(math.log(2))
+    assert (result.ratio, result.ratio_max, result.tokens) == (pytest.approx(3.0), pytest.approx(2.0), 2)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)]
+)
+def test_kl_estimators(estimator, value):
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator).item() == pytest.approx(value)
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0]), estimator).item() == 0
+
+
+def test_kl_penalty_adds_to_the_loss():
+    config = LossConfig(0.2, 0.2, kl_coef=0.1, kl_estimator="k2", denominator=2)
+    result = grpo_loss(tokens([1.0, 1.0], [0.0, 0.0], reference=[1.0, 2.0]), config)
+    assert result.kl == pytest.approx(0.5 + 2.0)
+    assert result.loss.item() == pytest.approx(0.1 * 2.5 / 2)
+
+
+@given(st.lists(st.floats(-5, 0, width=32), min_size=1, max_size=20))
+def test_kl_k3_is_never_negative(logprobs):
+    assert (kl_estimate(torch.tensor(logprobs), torch.full((len(logprobs),), -2.0), "k3") >= -1e-6).all()
+
+
+token = st.tuples(st.floats(0.25, 4, width=32), st.floats(-3, 3, width=32), st.floats(-2, 2, width=32))
+
+
+@settings(deadline=None)
+@given(st.lists(token, min_size=2, max_size=30), st.integers(1, 29), st.sampled_from(["k1", "k2", "k3"]))
+def test_a_step_is_the_sum_of_its_parts_however_it_is_split(rows, cut, estimator):
+    config = LossConfig(0.2, 0.28, kl_coef=0.3, kl_estimator=estimator, denominator=len(rows))
+    parts = [part for part in (rows[:cut], rows[cut:]) if part]
+    whole = grpo_loss(tokens(*map(list, zip(*rows, strict=True))), config)
+    total = LossSums(loss=torch.zeros(()))
+    for part in parts:
+        total = total + grpo_loss(tokens(*map(list, zip(*part, strict=True))), config)
+    for name, value in vars(whole).items():
+        value, sum_of_parts = (torch.as_tensor(v).detach().item() for v in (value, getattr(total, name)))
+        assert sum_of_parts == pytest.approx(value, rel=1e-5, abs=1e-5), name

@@ -1,0 +1,75 @@
+"""AdamW over masters: the textbook's step, in fp32 whatever the model's dtype."""
+
+import pytest
+import torch
+
+from tasks.update.config import UpdateConfig
+from tasks.update.optimizer import MasterAdamW
+
+
+def parameter(value: float, dtype=torch.float32, shape=(1,)) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full(shape, value, dtype=dtype))
+
+
+def backward(p: torch.nn.Parameter, gradient: float) -> None:
+    (p * gradient).sum().backward()
+
+
+def test_first_step_moves_by_the_learning_rate_against_the_gradient():
+    p = parameter(1.0)
+    optimizer = MasterAdamW([("p", p)], UpdateConfig(lr=0.1, max_grad_norm=100))
+    backward(p, 5.0)
+    optimizer.step(0.1, optimizer.grad_norm())
+    assert p.item() == pytest.approx(1.0 - 0.1)  # m / sqrt(v) = sign of the gradient
+
+
+def test_decay_is_for_matrices_only():
+    matrix, bias = parameter(1.0, shape=(2, 2)), parameter(1.0)
+    optimizer = MasterAdamW([("matrix", matrix), ("bias", bias)], UpdateConfig(lr=0.1, weight_decay=0.5))
+    backward(matrix, 0.0)
+    backward(bias, 0.0)
+    optimizer.step(0.1, optimizer.grad_norm())
+    assert matrix[0, 0].item() == pytest.approx(1 - 0.1 * 0.5)
+    assert bias.item() == 1.0
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    a, b = parameter(0.0), parameter(0.0)
+    optimizer = MasterAdamW([("a", a), ("b", b)], UpdateConfig(max_grad_norm=1.0))
+    backward(a, 3.0)
+    backward(b, 4.0)
+    assert optimizer.grad_norm() == pytest.approx(5.0)
+    optimizer.step(1e-3, optimizer.grad_norm())
+    assert (a.grad.item(), b.grad.item()) == (pytest.approx(0.6), pytest.approx(0.8))
+
+
+def test_warmup_is_linear_and_then_constant():
+    optimizer = MasterAdamW([("p", parameter(0.0))], UpdateConfig(lr=4e-5, lr_warmup_steps=4))
+    assert [optimizer.lr(step) for step in range(6)] == pytest.approx([1e-5, 2e-5, 3e-5, 4e-5, 4e-5, 4e-5])
+
+
+def test_bf16_weights_learn_from_steps_smaller_than_their_spacing():
+    p = parameter(1.0, torch.bfloat16)  # neighbours of 1.0 are 0.4% and 0.8% away
+    optimizer = MasterAdamW([("p", p)], UpdateConfig(lr=1e-3))
+    for _ in range(8):
+        backward(p, 1.0)
+        optimizer.step(1e-3, optimizer.grad_norm())
+        optimizer.zero_grad()
+    assert optimizer.masters["p"].item() == pytest.approx(1 - 8e-3, rel=1e-4)
+    assert p.item() == torch.tensor(1 - 8e-3).bfloat16().item()
+
+
+def test_bf16_gradients_of_microbatches_are_summed_in_fp32():
+    p = parameter(0.0, torch.bfloat16)
+    optimizer = MasterAdamW([("p", p)], UpdateConfig())
+    for gradient in (256.0, 1.0, 1.0):  # bf16 would lose the ones
+        backward(p, gradient)
+    assert optimizer.grad_norm() == 258.0
+
+
+def test_a_state_of_another_model_changes_nothing():
+    optimizer = MasterAdamW([("p", parameter(1.0))], UpdateConfig())
+    other = MasterAdamW([("p", parameter(2.0, shape=(3,)))], UpdateConfig())
+    with pytest.raises(RuntimeError, match=r"master\.p is torch.float32 \(3,\)"):
+        optimizer.load_state(other.state())
+    assert optimizer.masters["p"].item() == 1.0
