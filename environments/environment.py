@@ -31,7 +31,7 @@ class Problem:
 class Environment(Protocol):
     """The least that an environment must have. Two more methods are optional:
 
-    `problems(split, n, seed) -> Iterable[Problem]`: see `GeneratesProblems`; without it the prompts come from a dataset.
+    `problems(split, n, seed) -> Iterable[Problem]`: see `GeneratesProblems`; without it prompts come from a dataset.
     `solution(problem) -> str`: see `Demonstrates`; a text that earns the full reward, for supervised warm starts.
     """
 
@@ -40,8 +40,8 @@ class Environment(Protocol):
     def reward(self, response: str, answer: Any, metadata: Mapping[str, Any]) -> Reward:
         """The reward of one response, or its named parts (their weighted sum is the reward).
 
-        Pure: same arguments, same value, no state. It runs in a process of its own, one call at a time; one that raises,
-        exceeds the time limit or returns NaN costs its own sample only.
+        Pure: same arguments, same value, no state. It runs in a process of its own, one call at a time; one that
+        raises, exceeds the time limit or returns NaN costs its own sample only.
         """
         ...
 

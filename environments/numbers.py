@@ -2,7 +2,7 @@
 
 import re
 
-# A minus (or U+2212, the typeset one) is a sign only where an operand cannot end: "5-3" holds 5 and 3, "is -3" holds -3.
+# A minus (or U+2212, the typeset one) is a sign only where no operand ends: "5-3" holds 5 and 3, "is -3" holds -3.
 # A comma groups digits only where the groups are well-formed: "7,000" is one number, "1,2,3" are three.
 _NUMBER = re.compile(
     r"(?:(?<![\w)])(?P<sign>[-\u2212+]))?(?<![\w.])"

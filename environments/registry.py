@@ -26,8 +26,8 @@ def known_environments() -> list[str]:
 def load_environment(name_or_path: str, **args: Any) -> Environment:
     """The environment called `name_or_path`, built with `args`.
 
-    `name_or_path` is a folder or .py file (anything with a slash, or that ends in .py), one of `known_environments()`, or the
-    dotted name of an installed module. Raises BadInput when there is none, or when its `load_environment` does not take `args`.
+    `name_or_path` is a folder or .py file (anything with a slash, or that ends in .py), one of `known_environments()`,
+    or the dotted name of an installed module. Raises BadInput when there is none, or when it does not take `args`.
     """
     module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
     factory = getattr(module, "load_environment", None)

@@ -14,6 +14,8 @@ Operands = tuple[int, int]
 
 @dataclass(frozen=True)
 class Addition:
+    """Sums of two numbers in low..high."""
+
     low: int
     high: int
     heldout: int
@@ -30,14 +32,15 @@ class Addition:
             yield Problem(prompt=[question], answer=a + b)
 
     def reward(self, response: str, answer: int, metadata: Mapping[str, Any]) -> float:
-        """1.0 when the last number of the response is the sum. The exact match of the whole text is too sparse to learn from."""
+        """1.0 when the last number of the response is the sum (matching the whole text is too sparse to learn from)."""
         return 1.0 if last_number(response) == answer else 0.0
 
     def solution(self, problem: Problem) -> str:
+        """The sum, alone."""
         return str(problem.answer)
 
     def _splits(self) -> tuple[list[Operands], list[Operands]]:
-        """(heldout, train). 3 + 5 and 5 + 3 are on one side, or the held-out sums would have been seen in the mirror."""
+        """(heldout, train). 3 + 5 and 5 + 3 are on one side, or held-out sums would have been seen in the mirror."""
         span = range(self.low, self.high + 1)
         pairs = sorted(((a, b) for a in span for b in span if a <= b), key=lambda ab: _draw(f"heldout:{ab}"))
         heldout: list[Operands] = []

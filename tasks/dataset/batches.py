@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: a pure function of the step's number, so that a resumed run needs no saved position."""
+"""Which prompts a step trains on: a pure function of the step's number, so that resuming needs no saved position."""
 
 import hashlib
 
@@ -15,9 +15,9 @@ def steps_per_epoch(n: int, prompts_per_step: int) -> int:
 def step_rows(n: int, prompts_per_step: int, seed: int, step: int) -> list[int]:
     """Row numbers (at most prompts_per_step) of a step's prompts, among `n`; `step` counts from 0.
 
-    Every epoch is whole: it starts with a step of its own and holds every prompt once, in an order drawn by (seed, epoch).
-    Where n is no multiple of prompts_per_step, the epoch's steps are of nearly equal size (65 prompts by 64: 33 and 32)
-    instead of a last one of a prompt or two, whose noisy gradient Adam would follow with a full-sized step.
+    Every epoch is whole: it starts with a step of its own and holds every prompt once, in an order drawn by
+    (seed, epoch). Where n is no multiple of prompts_per_step, the epoch's steps are of nearly equal size (65 prompts by
+    64: 33 and 32) instead of a last one of a prompt or two, whose noisy gradient Adam would follow with a full-sized step.
     """
     if step < 0:
         raise ValueError(f"step ({step}) must not be negative")

@@ -15,7 +15,7 @@ class DatasetConfig(Config):
     environment_args: dict[str, Any] = {}
     """Settings of the environment, e.g. {"low": 1, "high": 99} for addition."""
     source: Literal["environment", "files", "datasets"] = "environment"
-    """environment: it makes up its problems. files: JSONL, Parquet or CSV. datasets: a data set of the `datasets` library."""
+    """environment: it makes up its problems. files: JSONL, Parquet or CSV. datasets: by the `datasets` library."""
     path: str | None = None
     """files: a file, a glob or any fsspec URL (s3://bucket/train-*.parquet). datasets: a name or a folder."""
     heldout_path: str | None = None
@@ -38,8 +38,8 @@ class DatasetConfig(Config):
     train_size: int | None = Field(None, ge=1)
     """At most so many train problems; null: all."""
     heldout_size: int | None = Field(None, ge=0)
-    """At most so many held-out problems. Null: all that the environment, the held-out files or split have; where they are
-    taken from the train problems, one in ten, at most 200."""
+    """At most so many held-out problems. Null: all that the environment, the held-out files or split have; where they
+    are taken from the train problems, one in ten, at most 200."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longer prompts are dropped and counted; null: the rollout engine drops what does not fit the context."""
     seed: int = Field(0, ge=0)

@@ -50,8 +50,8 @@ def _prompt_column(row: Row, config: DatasetConfig) -> str:
         if row.values.get(column) is not None:
             return column
     raise BadInput(
-        f"{row.where}: no prompt in column {' or '.join(wanted)}; the columns are: {', '.join(map(str, row.values)) or 'none'} "
-        "(dataset.prompt_column names the right one)"
+        f"{row.where}: no prompt in column {' or '.join(wanted)}; "
+        f"the columns are: {', '.join(map(str, row.values)) or 'none'} (dataset.prompt_column names the right one)"
     )
 
 

