@@ -16,6 +16,9 @@ from infra.errors import BadInput, Corrupted, Transient
 NAMESPACE = "policyflow"
 START_ATTEMPTS = 3
 
+# Ray ends an actor when the last handle on it is gone: this process keeps one on each of its engines.
+_handles: dict[str, Any] = {}
+
 
 class EngineSpec(Config):
     """How to build a resident engine, as small JSON."""
@@ -98,6 +101,7 @@ def stop_ray() -> None:
     """Leave the cluster; actors of this process, and a Ray that it started, end with it."""
     import ray
 
+    _handles.clear()
     ray.shutdown()
 
 
@@ -110,11 +114,14 @@ class Engine:
     def _actor(self) -> Any:
         import ray
 
+        if self.spec.name in _handles:
+            return _handles[self.spec.name]
         options = {"name": self.spec.name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
         actor = ray.remote(Resident).options(
             num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
         )
-        return actor.remote(self.spec)
+        _handles[self.spec.name] = actor.remote(self.spec)
+        return _handles[self.spec.name]
 
     def start(self) -> Any:
         """Begin to load the engine and return at once: engines load side by side."""
@@ -160,6 +167,7 @@ class Engine:
         """End the actor's process now; a call after this builds a new one."""
         import ray
 
+        _handles.pop(self.spec.name, None)
         try:
             ray.kill(ray.get_actor(self.spec.name, namespace=NAMESPACE), no_restart=True)
         except ValueError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from infra.errors import BadInput, Corrupted
+from infra.errors import BadInput, Corrupted, Transient
 from infra.manifest import MANIFEST, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest
 from infra.store import Buffer, Sink, Store, check_key
 
@@ -145,8 +145,9 @@ class ArtifactWriter:
             self._sweep()
             return
         winner = _read_manifest(self.store)
-        assert winner is not None, "a manifest is never deleted"
         self._is_garbage, self.adopted = True, True
+        if winner is None:
+            raise Transient(f"{self.store.url} was committed by another writer and deleted at once")
         self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)

@@ -32,6 +32,11 @@ class Files:
             _make_folder(os.path.dirname(path))
             return _FileSink(path)
 
+    def put(self, path: str, data: bytes) -> None:
+        """Rename a finished file over the name."""
+        with self._temporary(path, data) as temporary:
+            os.rename(temporary, path)
+
     def create(self, path: str, data: bytes) -> bool:
         """Link a finished file to the name, if it is free."""
         with self._temporary(path, data) as temporary:

@@ -108,6 +108,10 @@ class S3:
         """Begin an object; it appears when the upload is closed."""
         return _Upload(self, path)
 
+    def put(self, path: str, data: bytes) -> None:
+        """One put, over what may be there."""
+        self.call("put_object", path, Body=data)
+
     def create(self, path: str, data: bytes) -> bool:
         """Put if absent (If-None-Match)."""
         return self._put_if(path, data, IfNoneMatch="*")

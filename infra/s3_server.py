@@ -98,8 +98,8 @@ class S3Server:
                 with suppress(FileExistsError):
                     fs.call_s3("create_bucket", Bucket=name)
                 return
-            except OSError as error:
-                if time.monotonic() > deadline:
+            except Exception as error:  # botocore's own, or what s3fs makes of them
+                if time.monotonic() > deadline or self._process is None or self._process.poll() is not None:
                     raise Transient(f"bucket {name} could not be made at {self.endpoint}: {error}") from error
                 time.sleep(0.2)
 
@@ -107,7 +107,8 @@ class S3Server:
         """End the server and wait for it; what was written stays in the folder."""
         if self._process is None:
             return
-        for number, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        # Its own graceful end waits ten seconds for idle connections; what it has acknowledged survives a kill.
+        for number, patience_s in ((signal.SIGTERM, 1), (signal.SIGKILL, 10)):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
             with suppress(subprocess.TimeoutExpired):
@@ -140,7 +141,7 @@ class S3Server:
         return [
             weed, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", f"-ip={_HOST}", f"-ip.bind={_HOST}",
             "-master.telemetry=false", "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256", "-volume.max=0", "-filer", "-s3",
-            f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.autoCreateBucket=false", *ports,
+            f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", *ports,
         ]  # fmt: skip
 
     def _wait(self) -> None:

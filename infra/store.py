@@ -54,6 +54,10 @@ class Backend(Protocol):
         """As Store.open."""
         ...
 
+    def put(self, path: str, data: bytes) -> None:
+        """As Store.put."""
+        ...
+
     def create(self, path: str, data: bytes) -> bool:
         """As Store.create."""
         ...
@@ -142,8 +146,12 @@ class Store:
         return self.backend.size(self.path(key))
 
     def open(self, key: str) -> Sink:
-        """Begin a new object, written in pieces: for names that nobody else writes."""
+        """Begin a new object, written in pieces, under a name that nobody has used. FileExistsError on file://."""
         return self.backend.open(self.path(key))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the whole object, over what may be there; readers see the old or the new one, never a mixture."""
+        self.backend.put(self.path(key), data)
 
     def create(self, key: str, data: bytes) -> bool:
         """Put `data` if there is no such object. False, and nothing changed, when there is one."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def shards(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], limit: 
     seen: set[str] = set()
     group: dict[str, Tensor] = {}
     held = 0
-    pairs: Iterable[tuple[str, Tensor]] = tensors.items() if isinstance(tensors, Mapping) else tensors
-    for name, tensor in pairs:
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    for name, tensor in cast(Iterable[tuple[str, Tensor]], pairs):
         if name in seen or name == "__metadata__" or tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             raise BadInput(f"tensor {name!r} ({tensor.dtype}): repeated, or not dense, or no dtype of safetensors")
         seen.add(name)

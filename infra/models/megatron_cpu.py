@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def install() -> None:
         sys.meta_path.insert(0, _LoraWithoutTransformerEngine())
     if not torch.cuda.is_available():
         _answer_cuda_calls()
+        _keep_eager()
         _answer_rng_calls()
 
 
@@ -103,6 +105,12 @@ def _answer_cuda_calls() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda self, stream: None
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _keep_eager() -> None:
+    """Megatron wraps small functions in torch.compile, which wants a C++ compiler here and half a minute: leave them."""
+    with unittest.mock.patch("torch.compile", lambda function: function):
+        importlib.import_module("megatron.core.jit")
 
 
 def _answer_rng_calls() -> None:

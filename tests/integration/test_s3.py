@@ -57,6 +57,9 @@ def test_create_and_replace_are_conditional_on_every_kind_of_store(store: Store)
     assert store.replace("a/new", b"", None)
     assert (store.read("a/head"), store.read("a/new"), store.size("a/new")) == (b"3", b"", 0)
     assert store.keys("a") == ["a/head", "a/new"]
+    store.put("a/head", b"4")
+    store.put("a/head", b"5")
+    assert store.read("a/head") == b"5"
     store.delete("a")
     assert store.keys() == []
 
@@ -230,6 +233,26 @@ def test_credentials_are_never_part_of_a_ref(s3_server: S3Server, s3_store: Stor
     secret = s3_server.environment["AWS_SECRET_ACCESS_KEY"]
     assert secret not in ref.model_dump_json()
     assert secret.encode() not in open_artifact(ref).store.read("manifest.json")
+
+
+def test_a_server_started_again_in_its_folder_serves_what_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "infra.s3_server", "--dir", str(tmp_path), "--port", "28333", "--bucket", "kept"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("#"):
+                break
+            name, _, value = line.removeprefix("export ").strip().partition("=")
+            monkeypatch.setenv(name, value)
+        ref, _ = write(Store.at("s3://kept"))
+        process.terminate()
+        assert process.wait(30) == 0
+    with S3Server(tmp_path, 28333).start():
+        assert open_artifact(ref).table("rows").equals(TABLE)
+        with pytest.raises(BadInput, match="28333"):
+            S3Server(tmp_path, 28333).start()
 
 
 def test_another_process_reads_what_this_one_wrote(s3_store: Store) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -143,6 +145,12 @@ def test_find_gives_the_ref_without_reading_data(file_store: Store) -> None:
     assert file_store.find("run/x") == ref
     with pytest.raises(Corrupted, match=r"raw\.bin"):
         open_artifact(ref).bytes("raw.bin")
+
+
+def test_a_flow_that_passes_refs_imports_nothing_heavy() -> None:
+    code = "import sys, infra.artifacts; print({'torch', 'pyarrow', 's3fs', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_a_ref_is_small_json(file_store: Store) -> None:

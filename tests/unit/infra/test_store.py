@@ -108,6 +108,12 @@ def test_replace_needs_the_expected_content(file_store: Store) -> None:
     assert file_store.keys() == ["head"]
 
 
+def test_put_replaces_whatever_is_there(file_store: Store) -> None:
+    file_store.put("report", b"long first")
+    file_store.put("report", b"second")
+    assert (file_store.read("report"), file_store.keys()) == (b"second", ["report"])
+
+
 def test_one_of_many_racing_creators_wins(file_store: Store) -> None:
     start = threading.Barrier(8)
 
