@@ -69,10 +69,12 @@ class S3Server:
         config.touch(mode=0o600)
         config.write_text(json.dumps({"identities": [identity]}))
         log_path = self.folder / "server.log"
+        # SeaweedFS takes AWS_* of its environment for a second identity, which would shadow this one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(config), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=_end_with_parent, cwd=self.folder,
+                preexec_fn=_end_with_parent, cwd=self.folder, env=environment,
             )  # fmt: skip
         try:
             self._wait()
@@ -140,8 +142,8 @@ class S3Server:
         ports = [f"-{name}.port={port}" for name, port in parts.items()]
         return [
             weed, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", f"-ip={_HOST}", f"-ip.bind={_HOST}",
-            "-master.telemetry=false", "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256", "-volume.max=0", "-filer", "-s3",
-            f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", *ports,
+            "-master.telemetry=false", "-volume.preStopSeconds=0", "-master.volumeSizeLimitMB=256", "-volume.max=0",
+            "-filer", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", *ports,
         ]  # fmt: skip
 
     def _wait(self) -> None:
