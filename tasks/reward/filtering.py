@@ -2,14 +2,15 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow.compute import SetLookupOptions
+from pyarrow.compute import call_function as compute
 
 ABORTED = ("abort", "error")
 
 
 def truncated(rollouts: pa.Table) -> np.ndarray:
     """bool [N]: responses cut at the token limit, not ended by the model."""
-    return np.asarray(pc.equal(rollouts["finish_reason"], "length"))
+    return np.asarray(compute("equal", [rollouts["finish_reason"], "length"]))
 
 
 def unusable(rollouts: pa.Table) -> dict[str, np.ndarray]:
@@ -21,11 +22,11 @@ def unusable(rollouts: pa.Table) -> dict[str, np.ndarray]:
     reasons = rollouts["finish_reason"]
     lengths_N = response_lengths(rollouts)
     offsets = np.repeat(np.arange(rollouts.num_rows), lengths_N)
-    logprobs = np.asarray(pc.list_flatten(rollouts["logprobs"]), dtype=np.float32)
+    logprobs = np.asarray(compute("list_flatten", [rollouts["logprobs"]]), dtype=np.float32)
     bad_N = np.zeros(rollouts.num_rows, dtype=bool)
     bad_N[offsets[~np.isfinite(logprobs)]] = True
     return {
-        "aborted": np.asarray(pc.is_in(reasons, value_set=pa.array(ABORTED))),
+        "aborted": np.asarray(compute("is_in", [reasons], SetLookupOptions(pa.array(ABORTED)))),
         "no_tokens": lengths_N == 0,
         "bad_logprobs": bad_N,
     }
@@ -33,7 +34,7 @@ def unusable(rollouts: pa.Table) -> dict[str, np.ndarray]:
 
 def response_lengths(rollouts: pa.Table) -> np.ndarray:
     """int [N]: tokens of each response."""
-    return np.asarray(pc.list_value_length(rollouts["response_ids"]))
+    return np.asarray(compute("list_value_length", [rollouts["response_ids"]]))
 
 
 def loss_masks(rollouts: pa.Table, trained_N: np.ndarray) -> pa.Array:

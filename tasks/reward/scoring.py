@@ -5,7 +5,8 @@ import logging
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow.compute import SetLookupOptions
+from pyarrow.compute import call_function as compute
 
 from infra.errors import BadInput
 from infra.records import PROMPT, ROLLOUT, SCORED, validate
@@ -62,7 +63,8 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
 def _join(rollouts: pa.Table, prompts: pa.Table) -> list[dict[str, str]]:
     """The prompt's row of each rollout."""
     ids = rollouts["prompt_id"]
-    used = prompts.filter(pc.is_in(prompts["prompt_id"], value_set=ids.combine_chunks().unique()))
+    wanted = SetLookupOptions(ids.combine_chunks().unique())
+    used = prompts.filter(compute("is_in", [prompts["prompt_id"]], wanted))
     by_id = {row["prompt_id"]: row for row in used.to_pylist()}
     missing = [i for i in ids.to_pylist() if i not in by_id]
     if missing:

@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from environments import load_environment
-from environments.environment import Problem
+from environments.numbers import last_number
 from infra.models.catalog import prepare_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_model("smollm2", tmp_path_factory.mktemp("models"))
+
+
+def test_the_weights_are_bf16(folder: Path):
+    assert {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()} == {"torch.bfloat16"}
 
 
 def test_the_folder_says_how_a_turn_ends(folder: Path):
@@ -27,20 +31,19 @@ def test_the_folder_says_how_a_turn_ends(folder: Path):
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_it_answers_five_sums_greedily_and_ends_its_turn(folder: Path, capfd: pytest.CaptureFixture[str]):
+def test_it_answers_five_sums_greedily_and_ends_its_turn(folder: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    environment = load_environment("addition")
-    problems = [Problem([{"role": "user", "content": f"What is {n} + {n}?"}], answer=2 * n) for n in range(1, 6)]
-    rewards = []
-    for problem in problems:
-        inputs = tokenizer.apply_chat_template(
-            problem.prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    right, ended = 0, 0
+    for n in range(1, 6):
+        question = [{"role": "user", "content": f"What is {n} + {n}?"}]
+        prompt = tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
-        assert tokenizer.eos_token_id in ids
-        rewards.append(environment.reward(tokenizer.decode(ids, skip_special_tokens=True), problem.answer, {}))
-    assert sum(rewards) >= 3
+        ids = model.generate(**prompt, do_sample=False, max_new_tokens=20)[0, prompt["input_ids"].shape[1] :]
+        right += last_number(tokenizer.decode(ids, skip_special_tokens=True)) == 2 * n
+        ended += tokenizer.eos_token_id in ids.tolist()
+    assert right >= 3
+    assert ended >= 3
