@@ -55,7 +55,7 @@ def cuda_means_cpu() -> Iterator[None]:
 
 
 class _CudaFactoriesOnCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: A002
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):

@@ -9,14 +9,15 @@ Shape suffixes: S tokens, B segments of a bucket, Q and K their padded query and
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from tasks.update.packing import Microbatch, Segment
 
@@ -42,6 +43,7 @@ class AttentionLayout:
 
     @classmethod
     def of(cls, segments: tuple[Segment, ...]) -> "AttentionLayout":
+        """The layout of a row's segments, which cover it in order."""
         by_size: defaultdict[tuple[int, int], list[Segment]] = defaultdict(list)
         for segment in segments:  # powers of two bound the padding to less than half of each side
             own, prefix = segment.stop - segment.start, segment.prefix_stop - segment.prefix_start
@@ -78,7 +80,7 @@ def _bucket(segments: list[Segment]) -> Bucket:
 
 
 class SegmentAttention(MegatronModule):
-    """Core attention (no parameters) of packed segments through F.scaled_dot_product_attention.
+    """Core attention (no parameters) of packed segments through torch's scaled_dot_product_attention.
 
     Query heads that share a key head are folded into the query length, so keys and values are never repeated.
     """
@@ -108,18 +110,18 @@ class SegmentAttention(MegatronModule):
         results = []
         for bucket in attention_mask.buckets:
             batch, length = bucket.queries_BQ.shape
-            # F.embedding is a gather whose backward sums rows deterministically and without a loop over indices.
-            query = F.embedding(bucket.queries_BQ, query_SX).view(batch, length, groups, heads // groups, -1)
+            # An embedding is a gather whose backward sums rows deterministically and without a loop over indices.
+            query = embedding(bucket.queries_BQ, query_SX).view(batch, length, groups, heads // groups, -1)
             query_BGQD = query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads // groups * length, -1)
-            key_value = F.embedding(bucket.keys_BK, key_value_SX).view(batch, bucket.keys_BK.shape[1], groups, -1)
+            key_value = embedding(bucket.keys_BK, key_value_SX).view(batch, bucket.keys_BK.shape[1], groups, -1)
             key_BGKD, value_BGKD = key_value.transpose(1, 2).split([key_S1GD.shape[-1], value_size], dim=-1)
             mask_B1QK = bucket.mask_BQK.repeat(1, heads // groups, 1).unsqueeze(1)
-            result = F.scaled_dot_product_attention(
+            result = scaled_dot_product_attention(
                 query_BGQD, key_BGKD, value_BGKD, attn_mask=mask_B1QK, scale=self.softmax_scale
             )
             result = result.view(batch, groups, heads // groups, length, value_size).permute(0, 3, 1, 2, 4)
             results.append(result.reshape(batch * length, heads * value_size))
-        return F.embedding(attention_mask.restore_S, torch.cat(results)).unsqueeze(1)
+        return embedding(attention_mask.restore_S, torch.cat(results)).unsqueeze(1)
 
 
 class RotaryAtPositions(nn.Module):
@@ -171,7 +173,7 @@ class ThdRow:
         """Keyword arguments of GPTModel.forward."""
         ends = [0, *(segment.stop for segment in microbatch.segments)]
         lengths = torch.tensor(ends, dtype=torch.int32, device=microbatch.tokens_S.device)
-        longest = max(stop - start for start, stop in zip(ends, ends[1:], strict=False))
+        longest = max(stop - start for start, stop in pairwise(ends))
         return {
             "attention_mask": None,
             "packed_seq_params": PackedSeqParams(

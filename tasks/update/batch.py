@@ -27,6 +27,7 @@ class Sample:
 
     @property
     def loss_tokens(self) -> int:
+        """Tokens of this sample that count in the loss."""
         return int(self.mask.sum())
 
 
@@ -36,7 +37,9 @@ def read_samples(batch: pa.Table) -> list[Sample]:
     What lies at masked positions is never looked at, NaN included. BadInput names the row of anything else that
     would poison the update: lengths that differ, a token that counts with a non-finite logprob or advantage.
     """
-    columns = [batch.column(name).to_pylist() for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "advantage")]
+    columns = [
+        batch.column(name).to_pylist() for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "advantage")
+    ]
     return [_sample(row, *values) for row, values in enumerate(zip(*columns, strict=True))]
 
 
@@ -52,7 +55,9 @@ def _sample(
         )
     mask_R = np.asarray(mask, dtype=bool)
     logprobs_R = np.asarray(logprobs, dtype=np.float32)
-    if mask_R.any() and not (np.isfinite(logprobs_R[mask_R]).all() and advantage is not None and np.isfinite(advantage)):
+    if mask_R.any() and not (
+        np.isfinite(logprobs_R[mask_R]).all() and advantage is not None and np.isfinite(advantage)
+    ):
         raise BadInput(f"scored batch, row {row}: a token that counts has a logprob or an advantage that is not finite")
     length = int(mask_R.nonzero()[0][-1]) + 1 if mask_R.any() else 0
     return Sample(

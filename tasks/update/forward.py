@@ -59,7 +59,9 @@ class PolicyForward:
             index, microbatch = next(data)
             results: list = []
 
-            def processor(hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **_: object) -> Tensor:
+            def processor(
+                hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **_: object
+            ) -> Tensor:
                 hidden_NH = self._at_loss(hidden_states, microbatch)
                 layer = self._output_layer(output_layer.weight if output_weight is None else output_weight, temperature)
                 loss, result = output(index, hidden_NH, microbatch.targets_N.to(hidden_NH.device), layer)

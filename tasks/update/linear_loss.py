@@ -33,7 +33,9 @@ class OutputLayer:
     """Tensor-parallel group, if there is more than one rank. (Not run in this repository's tests.)"""
 
 
-def linear_loss(hidden_NH: Tensor, targets_N: Tensor, layer: OutputLayer, chunk_loss: ChunkLoss) -> tuple[Tensor, LossSums]:
+def linear_loss(
+    hidden_NH: Tensor, targets_N: Tensor, layer: OutputLayer, chunk_loss: ChunkLoss
+) -> tuple[Tensor, LossSums]:
     """The loss of N tokens as a scalar with a gradient for hidden states and weight, and the (detached) sums."""
     sums: list[LossSums] = []
     loss = _LinearLoss.apply(hidden_NH, layer.weight_VH, targets_N, layer, chunk_loss, sums)
@@ -49,7 +51,7 @@ def linear_logprobs(hidden_NH: Tensor, targets_N: Tensor, layer: OutputLayer) ->
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, targets_N, layer, chunk_loss, sums):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden_NH, weight_VH, targets_N, layer, chunk_loss, sums):
         total = LossSums(loss=torch.zeros((), device=hidden_NH.device))
         grad_hidden_NH = torch.zeros_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = None
@@ -71,7 +73,7 @@ class _LinearLoss(torch.autograd.Function):
         return total.loss.clone()
 
     @staticmethod
-    def backward(ctx, grad_loss):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_loss):
         gradients = [None if g is None else g.mul_(grad_loss) for g in ctx.gradients]
         ctx.gradients = None
         return *gradients, None, None, None, None

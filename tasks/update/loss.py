@@ -66,10 +66,14 @@ class LossSums:
 
     def __add__(self, other: "LossSums") -> "LossSums":
         combine = {"ratio_max": max, "logprob_diff_max": max}
-        return LossSums(**{
-            field.name: combine.get(field.name, lambda a, b: a + b)(getattr(self, field.name), getattr(other, field.name))
-            for field in fields(self)
-        })
+        return LossSums(
+            **{
+                field.name: combine.get(field.name, lambda a, b: a + b)(
+                    getattr(self, field.name), getattr(other, field.name)
+                )
+                for field in fields(self)
+            }
+        )
 
 
 def grpo_loss(tokens: LossInputs, config: LossConfig) -> LossSums:

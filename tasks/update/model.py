@@ -62,7 +62,9 @@ def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, se
     provider = bridge.to_megatron_provider(load_weights=True)
     _configure(provider, dtype, parallel)
     with megatron_cpu.cuda_means_cpu():
-        chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available())
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
+        )
     gpt = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
     return PolicyModel(bridge, chunks, gpt, dtype)
 

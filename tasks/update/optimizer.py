@@ -93,7 +93,7 @@ class MasterAdamW:
         self._round_masters()
 
 
-def _add_to(master: Tensor):  # noqa: ANN202
+def _add_to(master: Tensor):
     """A hook that moves a low-precision gradient into its master's fp32 one."""
 
     def accumulate(parameter: Tensor) -> None:

@@ -115,7 +115,13 @@ class Trainer:
                 parameter.data = current[name]
 
     def _metrics(
-        self, sums: LossSums, microbatches: list[Microbatch], samples: list[Sample], denominator: int, lr: float, grad_norm: float
+        self,
+        sums: LossSums,
+        microbatches: list[Microbatch],
+        samples: list[Sample],
+        denominator: int,
+        lr: float,
+        grad_norm: float,
     ) -> dict[str, float]:
         """Means are over the tokens that were trained on; `loss` and `policy_loss` are over the whole step's.
 

@@ -176,7 +176,9 @@ def test_gradient_does_not_depend_on_how_it_is_computed(llama: Path, settings: d
     batch = changed(scored(), some_zero)
     expected = gradients(make_trainer(llama), batch)
     for name, gradient in gradients(make_trainer(llama, **settings), batch).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_logprobs_equal_transformers(folder: Path):
@@ -184,7 +186,9 @@ def test_logprobs_equal_transformers(folder: Path):
 
     sequences = [list(range(3, 3 + n)) for n in (2, 9, 1, 30)]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for tokens, logprobs in zip(sequences, make_trainer(folder, temperature=0.5).token_logprobs(sequences), strict=True):
+    for tokens, logprobs in zip(
+        sequences, make_trainer(folder, temperature=0.5).token_logprobs(sequences), strict=True
+    ):
         with torch.no_grad():
             expected = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
         assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
@@ -278,7 +282,9 @@ def test_a_failed_update_leaves_everything_as_it_was(llama: Path, precision: str
 
 def test_nan_at_masked_positions_changes_nothing(llama: Path):
     def poison(index: int, row: dict) -> None:
-        row["logprobs"] = [p if counts else math.nan for p, counts in zip(row["logprobs"], row["loss_mask"], strict=True)]
+        row["logprobs"] = [
+            p if counts else math.nan for p, counts in zip(row["logprobs"], row["loss_mask"], strict=True)
+        ]
 
     clean, poisoned = make_trainer(llama), make_trainer(llama)
     assert clean.update(scored()) == poisoned.update(changed(scored(), poison))
@@ -319,8 +325,12 @@ def test_export_dtype_casts_what_is_served(llama: Path):
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_row(llama: Path):
+    def foreign(index: int, row: dict) -> None:
+        if index == 2:
+            row["response_ids"] = [10**6] * len(row["response_ids"])
+
     with pytest.raises(BadInput, match="row 2"):
-        make_trainer(llama).update(changed(scored(), lambda i, row: row.update(response_ids=[10**6] * len(row["response_ids"])) if i == 2 else None))
+        make_trainer(llama).update(changed(scored(), foreign))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):

@@ -55,9 +55,7 @@ def test_mismatch_metrics_compare_trainer_and_rollout():
     assert (result.ratio, result.ratio_max, result.tokens) == (pytest.approx(3.0), pytest.approx(2.0), 2)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)]
-)
+@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
 def test_kl_estimators(estimator, value):
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator).item() == pytest.approx(value)
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0]), estimator).item() == 0

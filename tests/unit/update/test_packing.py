@@ -90,9 +90,7 @@ def test_attention_equals_one_masked_attention_over_the_row(share):
     (microbatch,) = pack(samples, budget=1000, share_prompts=share)
     tokens = len(microbatch.tokens_S)
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(tokens, 1, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)
-    )
+    query, key, value = (torch.randn(tokens, 1, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for s in microbatch.segments:
         mask[s.start : s.stop, s.prefix_start : s.prefix_stop] = True
