@@ -3,3 +3,12 @@
 
 def register() -> None:
     """Called by vLLM in each of its processes before a model is built. Safe to call more than once."""
+    from vllm.platforms import current_platform
+
+    from tasks.rollout import weights
+
+    weights.keep_explicit_lm_head()
+    if current_platform.is_cpu():
+        from tasks.rollout import cpu
+
+        cpu.install()

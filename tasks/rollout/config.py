@@ -1,0 +1,44 @@
+"""Settings of rollout generation."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from infra.config import Config
+
+
+class RolloutConfig(Config):
+    """Sampling on vLLM: what is sampled, and how the engine is built."""
+
+    prompts_per_step: int = Field(8, ge=1)
+    """Prompts of a step."""
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses sampled for each prompt: the group that advantages are normalised over."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the most likely tokens that together have this probability; 1 keeps all. Below 1, logprobs are
+    of the cut distribution, which the trainer does not reproduce."""
+    max_new_tokens: int = Field(24, ge=1)
+    """Longest response in tokens."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt and response together, in tokens; null: the model's context."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and activations. auto: the model's dtype where the device computes in it, else float32 (a CPU without bf16
+    units is several times slower in bf16)."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Memory of the KV cache in GiB; null: 1 on a CPU, what gpu_memory_utilization leaves on a GPU."""
+    block_size: int | None = Field(None, ge=1)
+    """Tokens of a KV block. Samples of one prompt share its whole blocks; null: 32 on a CPU, vLLM's choice on a GPU."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that each layer is split over."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Groups of GPUs that the layers are divided among."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that the engine may take (weights, activations, KV cache)."""
+    enforce_eager: bool | None = None
+    """Run without compilation and CUDA graphs; null: yes on a CPU (faster to load), no on a GPU."""
+    routes: Literal["auto", "off"] = "auto"
+    """Record the experts that each token was routed to, for replay in the trainer. auto: when the model has experts."""
+    engine: dict[str, Any] = {}
+    """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; they win over the ones derived from this config."""

@@ -1,0 +1,290 @@
+"""The rollout engine: vLLM in this process, seeded sampling, and weights that are replaced in place."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from infra import records
+from infra.errors import BadInput, Transient
+from tasks.rollout.config import RolloutConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def load_engine(model: str, config: dict[str, Any]) -> "RolloutEngine":
+    """A RolloutEngine from JSON settings."""
+    return RolloutEngine(model, RolloutConfig.model_validate(config))
+
+
+class RolloutEngine:
+    """Samples responses of the policy it holds, and takes over new policies.
+
+    Deterministic: what is sampled, and its logprobs bit for bit, depend on the weights, the call's arguments and the
+    machine alone, not on calls before it nor on how the weights came in.
+    """
+
+    def __init__(self, model_dir: str, config: RolloutConfig):
+        """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit."""
+        self.config = config
+        self.version: str | None = None
+        """The policy digest given to the last `apply`; None: the folder's own weights."""
+        self._broken = False
+        _prepare_environment(config)
+        from tasks.rollout.plugin import register
+
+        register()
+        import vllm
+
+        from tasks.rollout.weights import checkpoint_shapes
+
+        self._shapes = checkpoint_shapes(model_dir)
+        self._routes = config.routes == "auto" and has_experts(model_dir)
+        self._llm = vllm.LLM(**engine_arguments(model_dir, config, self._routes))
+        self._tokenizer: Any = self._llm.get_tokenizer()
+        self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+
+    def sample(
+        self,
+        prompts: pa.Table,
+        *,
+        samples: int | None = None,
+        seed: int = 0,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_new_tokens: int | None = None,
+    ) -> tuple[pa.Table, dict[str, Any]]:
+        """`samples` responses for each of `prompts` (schema PROMPT): a table of schema ROLLOUT, and counts.
+
+        Rows are in the prompts' order, samples 0..n-1 of each; None takes the config's setting; temperature 0 is greedy.
+        logprobs: nats, of the distribution that was sampled (temperature, top_p), an EOS included when the model
+        sampled it. stats: prompts, dropped_prompts (too long for the context with max_new_tokens), prompt_tokens,
+        response_tokens, finish_<reason>. Raises BadInput for an empty table, a malformed prompt, or when none fits.
+        """
+        self._check_usable()
+        from vllm import SamplingParams
+
+        def setting(value: Any, name: str) -> Any:
+            return getattr(self.config, name) if value is None else value
+
+        samples, limit = setting(samples, "samples_per_prompt"), setting(max_new_tokens, "max_new_tokens")
+        if len(prompts) == 0:
+            raise BadInput("prompts: the table is empty")
+        if samples < 1 or limit < 1:
+            raise BadInput(f"samples ({samples}) and max_new_tokens ({limit}) must be at least 1")
+        rows = [(row, self._prompt_ids(row)) for row in prompts.to_pylist()]
+        kept = [(row, ids) for row, ids in rows if len(ids) + limit <= self.max_model_len]
+        if not kept:
+            raise BadInput(
+                f"prompts: none of {len(rows)} fits the context of {self.max_model_len} tokens with {limit} new ones; "
+                f"the shortest has {min(len(ids) for _, ids in rows)}"
+            )
+        jobs = [
+            (row, ids, index, sample_seed(seed, row["prompt_id"], index)) for row, ids in kept for index in range(samples)
+        ]
+        params = [
+            SamplingParams(
+                temperature=setting(temperature, "temperature"),
+                top_p=setting(top_p, "top_p"),
+                max_tokens=limit,
+                seed=job[3],
+                logprobs=0,
+                detokenize=False,
+            )
+            for job in jobs
+        ]
+        outputs = self._generate([job[1] for job in jobs], params)
+        table = self._table(jobs, [output.outputs[0] for output in outputs])
+        reasons = Counter(table["finish_reason"].to_pylist())
+        stats = {
+            "prompts": len(rows),
+            "dropped_prompts": len(rows) - len(kept),
+            "prompt_tokens": sum(len(ids) for _, ids in kept),
+            "response_tokens": len(table["response_ids"].combine_chunks().flatten()),
+            **{f"finish_{reason}": count for reason, count in sorted(reasons.items())},
+        }
+        return table, stats
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The logprob (nats, temperature 1) of each token but the first, given those before it."""
+        self._check_usable()
+        from vllm import SamplingParams
+
+        for index, ids in enumerate(sequences):
+            if not 0 < len(ids) < self.max_model_len:
+                raise BadInput(
+                    f"sequence {index}: {len(ids)} tokens, expected 1 to {self.max_model_len - 1} (the context less one)"
+                )
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._generate([list(ids) for ids in sequences], [params] * len(sequences))
+        return [
+            [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def apply(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: str) -> None:
+        """Take over a full policy in place: checkpoint names, any float dtype (cast to the engine's, per parameter).
+
+        Nothing changes when `tensors` fails half-way or does not fit the model (BadInput names the tensor). KV computed
+        under the old weights is never used again. Should vLLM itself fail while it loads, the engine refuses to sample
+        (Transient) until an `apply` succeeds.
+        """
+        from tasks.rollout import weights
+
+        complete = weights.collect(tensors, self._shapes)
+        self._broken, self.version = True, None
+        self._llm.collective_rpc(weights.load, args=(complete,))
+        self._llm.reset_prefix_cache()
+        self._broken, self.version = False, version
+
+    def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
+        from tasks.rollout import weights
+
+        if self.config.tensor_parallel_size * self.config.pipeline_parallel_size > 1:
+            raise BadInput("export: only for an engine without tensor and pipeline parallelism")
+        return self._llm.collective_rpc(weights.export, args=(list(self._shapes),))[0]
+
+    def digests(self, dtypes: "dict[str, torch.dtype] | None" = None) -> dict[str, str]:
+        """{name: digest} of what the engine holds (`infra.policy.tensor_digest`).
+
+        dtypes: a tensor is cast to the one given for it first. An engine in float32 holds a bf16 policy exactly, so with
+        the policy's dtypes its digests are the policy's own.
+        """
+        from infra.policy import tensor_digest
+
+        cast = dtypes or {}
+        return {name: tensor_digest(tensor.to(cast.get(name, tensor.dtype))) for name, tensor in self.export()}
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise Transient("the engine's last weight update failed while loading; apply a policy first")
+
+    def _generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+        # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.
+        self._llm.reset_prefix_cache()
+        return self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
+        try:
+            if row["text"] or not row["messages"]:
+                ids = self._tokenizer(row["text"])["input_ids"]
+            else:
+                messages = json.loads(row["messages"])
+                ids = self._tokenizer.apply_chat_template(
+                    messages, tokenize=True, add_generation_prompt=True, return_dict=False
+                )
+        except Exception as error:
+            raise BadInput(f"prompt {row['prompt_id']!r}: cannot be rendered: {error}") from error
+        if not ids:
+            raise BadInput(f"prompt {row['prompt_id']!r}: has no tokens")
+        return list(ids)
+
+    def _table(self, jobs: list[tuple[dict[str, Any], list[int], int, int]], outputs: list[Any]) -> pa.Table:
+        texts = self._tokenizer.batch_decode([list(o.token_ids) for o in outputs], skip_special_tokens=True)
+        rows = []
+        for (row, ids, index, seed), output, text in zip(jobs, outputs, texts, strict=True):
+            response = list(output.token_ids)
+            rows.append(
+                {
+                    "prompt_id": row["prompt_id"],
+                    "sample": index,
+                    "prompt_ids": ids,
+                    "response_ids": response,
+                    "logprobs": [entry[token].logprob for token, entry in zip(response, output.logprobs, strict=True)],
+                    "finish_reason": output.finish_reason,
+                    "policy_version": self.version or "",
+                    "seed": seed,
+                    "response_text": text,
+                    **(routes_columns(output.routed_experts, len(ids) + len(response)) if self._routes else {}),
+                }
+            )
+        return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
+
+
+def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
+    """The seed of one response, 63 bits: a hash, so that no two responses of a run share random numbers."""
+    digest = hashlib.sha256(json.dumps([seed, prompt_id, sample]).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def routes_columns(routes: Any, tokens: int) -> dict[str, Any]:
+    """vLLM's routes [tokens - 1, layers, topk] as `routes*` columns of `tokens` rows; the last token has no route.
+
+    Raises RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
+    """
+    import numpy as np
+
+    if routes is None or len(routes) < tokens - 1:
+        raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
+    padded = np.zeros((tokens, *routes.shape[1:]), routes.dtype)
+    padded[: tokens - 1] = routes[: tokens - 1]
+    return records.pack_routes(padded, np.arange(tokens) < tokens - 1)
+
+
+def has_experts(model_dir: str) -> bool:
+    """Whether a Hugging Face folder's config tells of routed experts."""
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    config = config.get("text_config", config)
+    return any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS)
+
+
+def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM on this machine's device."""
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": ("auto" if not on_cpu or _cpu_has_bf16() else "float32") if config.dtype == "auto" else config.dtype,
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "enable_return_routed_experts": routes,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "max_model_len": config.max_model_len,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    block_size = config.block_size or (32 if on_cpu else None)
+    if block_size:
+        arguments["block_size"] = block_size
+    kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
+    if kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if not on_cpu:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments | config.engine
+
+
+def _cpu_has_bf16() -> bool:
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _prepare_environment(config: RolloutConfig) -> None:
+    """vLLM reads these when it is imported; what the user has set stays."""
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The number of threads is the caller's choice (OMP_NUM_THREADS); pinning would put all engines on the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc with functions of ours
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
