@@ -87,7 +87,7 @@ _THE_STREAM = _Stream()
 
 
 def _answer_cuda_calls() -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.set_device = lambda device: None

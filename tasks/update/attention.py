@@ -149,7 +149,7 @@ class RotaryAtPositions(nn.Module):
 class SharedPrefixRow:
     """How a microbatch enters a model with `SegmentAttention` layers: any device, prompts shared."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model = model
         model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
 

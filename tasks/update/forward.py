@@ -1,6 +1,7 @@
 """Microbatches through Megatron's schedules: gradients, or logprobs alone."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class PolicyForward:
             results: list = []
 
             def processor(
-                hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **_: object
+                hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: object
             ) -> Tensor:
                 hidden_NH = self._at_loss(hidden_states, microbatch)
                 layer = self._output_layer(output_layer.weight if output_weight is None else output_weight, temperature)

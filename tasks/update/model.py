@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
@@ -20,9 +20,9 @@ class PolicyModel:
 
     bridge: Any
     """megatron.bridge.AutoBridge of the folder."""
-    chunks: list[nn.Module]
+    chunks: list[Any]
     """Megatron's list of model chunks (one, without a virtual pipeline), as the schedules take it."""
-    gpt: nn.Module
+    gpt: Any
     """The GPTModel inside."""
     dtype: torch.dtype
     """Of weights and activations."""
@@ -141,7 +141,7 @@ def _portable_layers(provider: Any, vp_stage: int | None = None) -> Any:
 
     from tasks.update.attention import SegmentAttention
 
-    block = get_gpt_decoder_block_spec(
+    block: Any = get_gpt_decoder_block_spec(
         provider, use_transformer_engine=False, normalization=provider.normalization, vp_stage=vp_stage
     )
     for layer in block.layer_specs:
