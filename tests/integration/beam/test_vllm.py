@@ -153,8 +153,8 @@ def test_router_stays_fp32_to_the_bit_in_a_bf16_engine(checkpoint: Path, golden:
             assert torch.equal(router.e_score_correction_bias, bias)
         assert model_of(llm).model.layers[1].self_attn.qkv_proj.weight.dtype == torch.bfloat16
         logprobs, _ = logprobs_and_routes(llm, golden["input_ids"])
-    # Rounding weights and activations to bf16's 8 bits moves the median logprob of this random, sharp model by 0.08; where
-    # a token then chooses another expert, its logprobs move by more.
+    # Rounding weights and activations to bf16's 8 bits moves the median logprob of this random, sharp model by 0.08;
+    # where a token then chooses another expert, its logprobs move by more.
     error = (logprobs - golden["logits"].log_softmax(-1)[:, :-1]).abs()
     assert error.median() < 0.12, error.median()
 
@@ -179,16 +179,42 @@ def test_updated_engine_equals_a_fresh_one_to_the_bit(
     assert all(torch.equal(held[name], tensor) for name, tensor in after.items())
 
 
-def test_two_tensor_parallel_ranks_agree_with_golden(
-    checkpoint: Path, golden: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_ranks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets an engine of this process have two workers, and two pipeline stages without a warm-up."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     # Forked workers have vLLM imported already; spawned ones would each take longer over it than over the test.
     fork: Callable[[], Any] = lambda: multiprocessing.get_context("fork")  # noqa: E731
     monkeypatch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", fork)
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gather_into_a_buffer(self: Any, *args: Any) -> Any:
+        # vLLM allocates the buffer in its warm-up, which it skips on a CPU with enforce_eager, for every model.
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args)
+
+    monkeypatch.setattr(GPUModelRunner, "sync_and_gather_intermediate_tensors", gather_into_a_buffer)
+
+
+@pytest.mark.usefixtures("two_ranks_fit")
+def test_two_tensor_parallel_ranks_agree_with_golden(checkpoint: Path, golden: dict[str, torch.Tensor]) -> None:
     with started(checkpoint, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         logprobs, routes = logprobs_and_routes(llm, golden["input_ids"])
     torch.testing.assert_close(logprobs, golden["logits"].log_softmax(-1)[:, :-1], atol=1e-4, rtol=0)
     assert torch.equal(as_sets(routes[:, :, SPARSE_LAYERS]), as_sets(golden["routes"]))
+
+
+@pytest.mark.usefixtures("two_ranks_fit")
+def test_two_pipeline_stages_agree_with_golden(checkpoint: Path, golden: dict[str, torch.Tensor]) -> None:
+    # vLLM 0.30 refuses to return routed experts over pipeline stages.
+    settings = {"pipeline_parallel_size": 2, "enable_return_routed_experts": False}
+    with started(checkpoint, distributed_executor_backend="mp", **settings) as llm:
+        logprobs, _ = logprobs_and_routes(llm, golden["input_ids"])
+    torch.testing.assert_close(logprobs, golden["logits"].log_softmax(-1)[:, :-1], atol=1e-4, rtol=0)
 
 
 def test_tensor_parallel_size_that_splits_a_head_is_refused(checkpoint: Path) -> None:
