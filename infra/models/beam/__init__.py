@@ -1,1 +1,1 @@
-"""Reflection-Beam: one decoder in transformers, Megatron and vLLM. `register.register()` makes it known to all of them."""
+"""Reflection-Beam: one decoder in transformers, Megatron and vLLM. `register.register()` makes it known to the first two."""

@@ -14,6 +14,17 @@ ROUTER_TENSORS = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 """Endings of the names that are fp32 whatever the model's dtype: a router cast to bf16 chooses other experts."""
 
 
+LORA_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_gate": ("gate_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's names of what LoRA can adapt, and the projections that each is in a checkpoint (and in vLLM).
+linear_qkv, linear_gate and linear_proj are in self_attn; linear_fc1 and linear_fc2 in mlp and mlp.experts.E."""
+
+
 def is_router(name: str) -> bool:
     """Whether the tensor called `name` belongs to a router and is therefore fp32 everywhere."""
     return name.endswith(ROUTER_TENSORS)
@@ -86,11 +97,13 @@ def check(config: BeamConfig, found: Mapping[str, Sequence[int]]) -> None:
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape by name, from the headers of a folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    )
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
     return found
 
 

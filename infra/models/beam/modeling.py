@@ -9,7 +9,6 @@ import re
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -45,6 +44,7 @@ class BeamRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], x's dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -58,11 +58,12 @@ class BeamMLP(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x))."""
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class BeamRouter(nn.Module):
-    """Chooses each token's experts: x [N, D] -> (logits [N, E] fp32, weights [N, topk] fp32, experts [N, topk] int64)."""
+    """Chooses each token's experts. Weight and correction bias are fp32 and stay so, whatever the model is cast to."""
 
     def __init__(self, config: BeamConfig) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class BeamRouter(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(x.float(), self.weight)
+        """[N, D] -> (logits [N, E] fp32, weights [N, topk] fp32, expert ids [N, topk] int64)."""
+        logits = nn.functional.linear(x.float(), self.weight)
         weights, experts = route(logits, self.e_score_correction_bias, self.config)
         return logits, weights, experts
 
@@ -94,6 +96,7 @@ class BeamSparseMLP(nn.Module):
         self.experts = nn.ModuleList(BeamMLP(config, config.moe_intermediate_size) for _ in range(config.num_experts))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Routes each token by itself; the sum over its experts rounds once."""
         x_ND = x_BTD.flatten(0, -2)
         _, weights, chosen = self.gate(x_ND)
         total = torch.zeros_like(x_ND, dtype=torch.float32)
@@ -128,6 +131,7 @@ class BeamAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, mask: Tensor | None, positions_BT: Tensor, cache: Cache | None = None, **kwargs: Any
     ) -> Tensor:
+        """`mask` is transformers' for this kind of layer; `cache` keeps rotated keys, and of a sliding layer only its window."""
         heads = (*x_BTD.shape[:-1], -1, self.head_dim)
         q_BTHK, k_BTGK = self.q_norm(self.q_proj(x_BTD).view(heads)), self.k_norm(self.k_proj(x_BTD).view(heads))
         v_BGTK = self.v_proj(x_BTD).view(heads).transpose(1, 2)
@@ -164,6 +168,7 @@ class BeamDecoderLayer(GradientCheckpointingLayer):
         self.post_feedforward_layernorm = BeamRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, h_BTD: Tensor, mask: Tensor | None, positions_BT: Tensor, **kwargs: Any) -> Tensor:
+        """Both sublayers; see `residual_scales` for R and X."""
         attention = self.self_attn(
             self.input_layernorm(h_BTD), mask, positions_BT, kwargs.pop("past_key_values", None), **kwargs
         )
@@ -226,6 +231,7 @@ class BeamModel(BeamPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
+        """`attention_mask` [B, T] is 0 where padded; `position_ids` [B, T] count from 0, also in full layers (SSMax)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         h_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -271,6 +277,7 @@ class BeamForCausalLM(BeamPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
+        """The usual arguments of a causal language model; `labels` [B, T] add the mean next-token loss."""
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )

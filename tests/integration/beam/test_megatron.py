@@ -1,0 +1,77 @@
+"""Beam in Megatron on one process: golden values, bits, gradients, and what is Beam's own."""
+
+import pytest
+import torch
+
+from infra.models import megatron_cpu
+from infra.models.beam.checkpoint import LORA_TARGETS
+from tests.integration.beam.family import BEAM
+from tests.integration.family import LOGITS, hf_model
+from tests.integration.megatron_parity import MegatronParity
+from tests.integration.megatron_runs import Built, Layout, build, gradients
+
+
+class TestBeam(MegatronParity):
+    family = BEAM
+
+    def test_position_ids_are_honoured(self, built: Built) -> None:
+        """A sequence that starts at position 5000: sliding layers see the same, full layers sharpen by position."""
+        ids = BEAM.values()["input_ids"]
+        positions = torch.arange(5000, 5000 + ids.shape[1]).expand_as(ids)
+        with torch.no_grad(), megatron_cpu.cuda_means_cpu():
+            ours = built.chunks[0].eval()(ids, positions, None)
+            theirs = hf_model(BEAM.golden)(ids, position_ids=positions).logits
+        assert (ours - theirs).abs().max() < 2 * LOGITS
+        assert (ours - BEAM.values()["logits"]).abs().max() > 0.01
+        with pytest.raises(ValueError, match="position_ids"), megatron_cpu.cuda_means_cpu():
+            built.chunks[0](ids, None, None)
+
+    def test_the_router_counts_its_choices_for_the_bias_update(self, built: Built) -> None:
+        routers = [module for module in built.chunks[0].modules() if type(module).__name__ == "BeamTopKRouter"]
+        for router in routers:
+            router.local_tokens_per_expert.zero_()
+        ids = BEAM.values()["input_ids"]
+        with megatron_cpu.cuda_means_cpu():
+            built.chunks[0].train()(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+        expected = BEAM.values()["routes"]
+        for layer, router in enumerate(routers):
+            counts = torch.bincount(expected[:, :, layer].flatten().long(), minlength=router.num_experts)
+            assert torch.equal(router.local_tokens_per_expert.long(), counts)
+
+    def test_recomputation_gives_the_same_gradients(self, built: Built) -> None:
+        ids = BEAM.values()["input_ids"]
+        plain = gradients(built, ids)
+        whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        core = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        for settings in (whole, core):
+            again = gradients(build(BEAM, layout=Layout(settings=settings)), ids)
+            for name, gradient in plain.items():
+                assert (again[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+    def test_lora_adapts_what_its_targets_name_and_exports_a_projection_each(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from megatron.bridge.peft import utils
+        from megatron.bridge.peft.lora import LoRA
+
+        # It takes Megatron-Core's placeholders for Transformer Engine's classes, where there is none.
+        monkeypatch.setattr(utils, "HAVE_TE", utils.HAVE_TE and torch.cuda.is_available())
+
+        built = build(BEAM)
+        with megatron_cpu.cuda_means_cpu():
+            model = built.chunks[0].module
+            LoRA(target_modules=list(LORA_TARGETS), dim=4, alpha=8)([model], training=True)
+            for name, parameter in model.named_parameters():
+                if "adapter.linear_out" in name:
+                    torch.nn.init.normal_(parameter)
+            adapters = dict(built.bridge.export_adapter_weights([model], show_progress=False))
+            merged = dict(built.bridge.export_hf_weights([model], show_progress=False))
+        source = BEAM.tensors()
+        adapted = [name for name in source if name.endswith("_proj.weight")]
+        for name in adapted:
+            stem = next(key for key in adapters if key.endswith(name.replace(".weight", ".lora_A.weight")))
+            a, b = adapters[stem], adapters[stem.replace("lora_A", "lora_B")]
+            assert torch.allclose(merged[name], source[name] + 2.0 * b @ a, atol=1e-5), name
+        assert len(adapters) == 2 * len(adapted)
+        for name in source.keys() - set(adapted):
+            assert torch.equal(merged[name], source[name]), name
