@@ -4,6 +4,7 @@
 - Experts are packed again after an update; vLLM packs them only once.
 - Sampling draws one uniform a row, not one exponential a vocabulary entry: 49,152 times fewer random numbers.
 - Ranks of logprobs are counted eagerly: compiling that one kernel takes longer than a step.
+- Norms and the gated activation are vLLM's own C++ kernels, one pass each; it uses them on GPUs only.
 """
 
 from typing import Any
@@ -15,12 +16,16 @@ def install() -> None:
     """Put the functions of this module in the place of vLLM's."""
     import vllm.model_executor.layers.utils as layers
     import vllm.v1.sample.sampler as sampler
+    from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     layers.dispatch_cpu_unquantized_gemm = use_weights_unpacked
     sampler.batched_count_greater_than = count_at_least
     TopKTopPSampler.forward_cpu = sample_seeded
+    SiluAndMul.forward_cpu = SiluAndMul.forward_cuda
+    RMSNorm.forward_cpu = rms_norm
     if UnquantizedFusedMoEMethod._setup_kernel.__name__ != "setup_kernel_and_repack":
         UnquantizedFusedMoEMethod._setup_kernel = _repacking(UnquantizedFusedMoEMethod._setup_kernel)
 
@@ -28,6 +33,23 @@ def install() -> None:
 def use_weights_unpacked(layer: torch.nn.Module, remove_weight: bool) -> None:
     """A linear layer's kernel that reads `layer.weight` at every call."""
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def rms_norm(
+    self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for RMSNorm.forward_cpu; with a residual: (norm(x + residual), x + residual), written over both."""
+    from vllm import _custom_ops as ops
+
+    weight = self.weight.data if self.pass_weight else None
+    if weight is None or weight.dtype != x.dtype or self.variance_size_override is not None:
+        return self.forward_native(x, residual)
+    if residual is not None:
+        ops.fused_add_rms_norm(x, residual, weight, self.variance_epsilon)
+        return x, residual
+    out = torch.empty_like(x)
+    ops.rms_norm(out, x.contiguous(), weight, self.variance_epsilon)
+    return out
 
 
 def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

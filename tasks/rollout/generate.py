@@ -3,6 +3,8 @@
 import time
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 
@@ -28,7 +30,13 @@ def generate(
     rollouts, stats = engine.sample(prompts, samples=samples, seed=seed, temperature=temperature)
     seconds = time.perf_counter() - started
     with stage.write(
-        "rollout", metadata={"policy": engine.version, **stats}, provenance={"engine_s": seconds}
+        "rollout", metadata={"policy": engine.version, "tokens": tokens_of(rollouts), **stats}, provenance={"engine_s": seconds}
     ) as writer:
         writer.table("rollouts", rollouts)
     return writer.ref
+
+
+def tokens_of(rollouts: pa.Table) -> int:
+    """Prompt and response tokens, a prompt counted for each of its samples (as trainers count them)."""
+    columns = [rollouts[name].combine_chunks() for name in ("prompt_ids", "response_ids")]
+    return sum(len(column.flatten()) for column in columns)

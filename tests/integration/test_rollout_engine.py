@@ -1,0 +1,192 @@
+"""The rollout engine on real vLLM: deterministic, and after an update in place the same as freshly loaded, bit for bit."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra import records
+from infra.errors import BadInput
+from infra.policy import tensor_digest
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.engine import RolloutEngine
+from tests.integration import tiny_models
+
+SETTINGS = RolloutConfig(samples_per_prompt=3, max_new_tokens=12, kv_cache_gib=0.05)
+PROBE = [[5, 9, 200, 33, 17] * 9, [7, 8], [3]]
+
+
+def prompts(*contents: str) -> pa.Table:
+    rows = [
+        {
+            "prompt_id": f"p{index}",
+            "environment": "test",
+            "messages": json.dumps([{"role": "user", "content": content}]),
+            "text": "",
+            "answer": "",
+            "metadata": "",
+        }
+        for index, content in enumerate(contents)
+    ]
+    return pa.Table.from_pylist(rows, schema=records.PROMPT)
+
+
+PROMPTS = prompts("What is 3 + 4? Reply with the number only, nothing else.", "Hello", "How many legs has a spider?")
+
+
+class Model:
+    """A model folder, another policy of its shape, and an engine for each."""
+
+    def __init__(self, make: Callable[[Path, int], Path], root: Path):
+        self.folder, self.other = make(root / "first", 0), make(root / "other", 1)
+        self.first_tensors = load_file(self.folder / "model.safetensors")
+        self.other_tensors = load_file(self.other / "model.safetensors")
+        self.engine = RolloutEngine(str(self.folder), SETTINGS)
+        self.fresh_other = RolloutEngine(str(self.other), SETTINGS)
+
+
+@pytest.fixture(scope="module", params=[tiny_models.dense, tiny_models.experts], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    import vllm  # noqa: F401  (or the next import is circular)
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()  # vLLM makes a process's expert groups once, for its first model
+    yield Model(request.param, tmp_path_factory.mktemp("model"))
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def engine(model: Model) -> RolloutEngine:
+    """The engine with its folder's own weights."""
+    if model.engine.version != "first":
+        model.engine.apply(model.first_tensors.items(), "first")
+    return model.engine
+
+
+def sampled(engine: RolloutEngine, table: pa.Table = PROMPTS, seed: int = 1) -> pa.Table:
+    return engine.sample(table, seed=seed)[0].drop_columns("policy_version")
+
+
+def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(model: Model, engine: RolloutEngine):
+    before = sampled(engine)
+    engine.apply(model.other_tensors.items(), "other")
+    assert sampled(engine).equals(sampled(model.fresh_other))
+    assert engine.token_logprobs(PROBE) == model.fresh_other.token_logprobs(PROBE)
+    engine.apply(model.first_tensors.items(), "first")
+    assert sampled(engine).equals(before), "the first policy, applied again, is the first policy"
+    assert not before.equals(sampled(model.fresh_other)), "the two policies differ, or this test shows nothing"
+
+
+def test_what_was_sampled_does_not_depend_on_calls_before(engine: RolloutEngine):
+    first = sampled(engine)
+    sampled(engine, prompts("What is 3 + 4? Reply with the number only, or else!"), seed=7)
+    assert sampled(engine).equals(first)
+    assert not sampled(engine, seed=2).equals(first)
+
+
+def test_rows_keep_the_prompts_order_and_carry_the_version(engine: RolloutEngine):
+    table, stats = engine.sample(PROMPTS, samples=2, seed=1)
+    assert list(zip(table["prompt_id"].to_pylist(), table["sample"].to_pylist(), strict=True)) == [
+        (f"p{prompt}", sample) for prompt in range(3) for sample in range(2)
+    ]
+    assert set(table["policy_version"].to_pylist()) == {"first"}
+    assert stats["prompts"] == 3 and stats["dropped_prompts"] == 0
+    assert stats["response_tokens"] == sum(len(ids) for ids in table["response_ids"].to_pylist())
+    records.validate(table, records.ROLLOUT)
+
+
+def test_sampled_logprobs_are_those_of_the_policy_at_temperature_1(engine: RolloutEngine):
+    for row in sampled(engine).to_pylist():
+        scored = engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
+        assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-4)
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled(engine: RolloutEngine):
+    table, _ = engine.sample(PROMPTS, samples=1, temperature=0.5, max_new_tokens=1)
+    plain, _ = engine.sample(PROMPTS, samples=1, temperature=1.0, max_new_tokens=1)
+    assert table["logprobs"].to_pylist() != plain["logprobs"].to_pylist()
+
+
+def test_temperature_0_is_greedy(engine: RolloutEngine):
+    table, _ = engine.sample(PROMPTS, samples=2, temperature=0)
+    responses = table["response_ids"].to_pylist()
+    assert responses[0::2] == responses[1::2]
+
+
+def test_a_sampled_eos_ends_the_response_and_has_its_logprob(engine: RolloutEngine):
+    table, _ = engine.sample(PROMPTS, samples=64, max_new_tokens=60)
+    stopped = [row for row in table.to_pylist() if row["finish_reason"] == "stop"]
+    assert stopped, "64 random responses a prompt without one EOS in 256 tokens"
+    for row in stopped:
+        assert row["response_ids"][-1] == 1 and 1 not in row["response_ids"][:-1]
+        assert row["logprobs"][-1] < 0 and "</s>" not in row["response_text"]
+
+
+def test_routes_are_recorded_for_every_token_but_the_last(model: Model, engine: RolloutEngine):
+    for row in sampled(engine).to_pylist():
+        unpacked = records.unpack_routes(row)
+        if model.engine._routes:
+            assert unpacked is not None
+            routes, mask = unpacked
+            tokens = len(row["prompt_ids"]) + len(row["response_ids"])
+            assert routes.shape == (tokens, 3, 2) and mask.tolist() == [True] * (tokens - 1) + [False]
+            assert routes.max() < 8 and (routes[:-1, :, 0] != routes[:-1, :, 1]).all()
+        else:
+            assert unpacked is None
+
+
+def test_an_update_that_breaks_off_leaves_the_old_policy(model: Model, engine: RolloutEngine):
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(model.other_tensors.items())[:-1]
+        raise ConnectionError("the store went away")
+
+    before = sampled(engine)
+    with pytest.raises(ConnectionError):
+        engine.apply(source(), "other")
+    assert engine.version == "first" and sampled(engine).equals(before)
+
+
+def test_an_update_that_does_not_fit_leaves_the_old_policy(model: Model, engine: RolloutEngine):
+    before = sampled(engine)
+    with pytest.raises(BadInput, match="'model.norm.weight': missing"):
+        tensors = {name: tensor for name, tensor in model.other_tensors.items() if name != "model.norm.weight"}
+        engine.apply(tensors.items(), "other")
+    assert engine.version == "first" and sampled(engine).equals(before)
+
+
+def test_the_engine_tells_bit_for_bit_what_it_holds(model: Model, engine: RolloutEngine):
+    half = {name: tensor.bfloat16() for name, tensor in model.other_tensors.items()}
+    engine.apply(half.items(), "half")
+    held = engine.digests(dict.fromkeys(half, torch.bfloat16))
+    assert held == {name: tensor_digest(tensor) for name, tensor in half.items()}
+
+
+def test_a_prompt_too_long_for_the_context_is_dropped_and_counted(engine: RolloutEngine):
+    table, stats = engine.sample(prompts("short", "long" * 50), samples=2, max_new_tokens=4)
+    assert table["prompt_id"].to_pylist() == ["p0", "p0"] and stats["dropped_prompts"] == 1
+    with pytest.raises(BadInput, match="none of 1 fits the context of 128"):
+        engine.sample(prompts("long" * 50))
+
+
+def test_an_empty_table_and_malformed_messages_are_refused(engine: RolloutEngine):
+    with pytest.raises(BadInput, match="empty"):
+        engine.sample(records.PROMPT.empty_table())
+    broken = PROMPTS.slice(0, 1).set_column(2, records.PROMPT.field("messages"), pa.array(["{not json"]))
+    with pytest.raises(BadInput, match="prompt 'p0'"):
+        engine.sample(broken)
+
+
+def test_token_logprobs_agree_with_transformers(model: Model, engine: RolloutEngine):
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    for ids, logprobs in zip(PROBE, engine.token_logprobs(PROBE), strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(ids[1:], dtype=torch.long).unsqueeze(-1)).squeeze(-1)
+        assert np.allclose(logprobs, expected.numpy(), atol=1e-4)
