@@ -1,14 +1,36 @@
 """Beam in Megatron on one process: golden values, bits, gradients, and what is Beam's own."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from infra.errors import BadInput
 from infra.models import megatron_cpu
 from infra.models.beam.checkpoint import LORA_TARGETS
+from infra.models.beam.config import BeamConfig
+from infra.models.beam.modeling import BeamForCausalLM, BeamRouter
 from tests.integration.beam.family import BEAM
 from tests.integration.family import LOGITS, hf_model
 from tests.integration.megatron_parity import MegatronParity
-from tests.integration.megatron_runs import Built, Layout, build, gradients
+from tests.integration.megatron_runs import Built, Layout, build, gradients, logits
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 8, "initializer_range": 0.2,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "as published: no groups, no cap, sliding and sparse throughout": {"num_experts": 16, "num_experts_per_tok": 8},
+    "one expert a token, normalised to weight 1": {"num_experts": 4, "num_experts_per_tok": 1},
+    "weights not normalised": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "groups of which Megatron would sum four": {
+        "num_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 1, "routed_scaling_factor": 1.5,
+    },
+    "dense and full throughout": {
+        "mlp_layer_types": ["dense"] * 3, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": 5.0,
+    },
+}  # fmt: skip
 
 
 class TestBeam(MegatronParity):
@@ -75,3 +97,29 @@ class TestBeam(MegatronParity):
         assert len(adapters) == 2 * len(adapted)
         for name in source.keys() - set(adapted):
             assert torch.equal(merged[name], source[name]), name
+
+    @pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS.keys())
+    def test_other_beams_too_are_those_of_transformers(self, tmp_path: Path, settings: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = BeamForCausalLM(BeamConfig(**SMALL | settings)).eval()
+        for module in model.modules():
+            if isinstance(module, BeamRouter):
+                module.e_score_correction_bias.normal_(std=0.1)
+        model.save_pretrained(tmp_path)
+        ids = torch.randint(128, (2, 24))
+        with torch.no_grad():
+            theirs = model(ids).logits
+        assert (logits(build(BEAM, tmp_path), ids) - theirs).abs().max() < LOGITS
+
+    def test_parallel_sizes_that_would_be_wrong_are_refused(self) -> None:
+        BEAM.register()
+        from infra.models.beam.megatron_provider import BeamModelProvider
+
+        provider = BeamModelProvider.from_config(BeamConfig(**SMALL | {"vocab_size": 129}))
+        provider.tensor_model_parallel_size = 2
+        with pytest.raises(BadInput, match=r"tensor parallel size = 2.*vocab_size \(129\)"):
+            provider.provide()
+        provider = BeamModelProvider.from_config(BeamConfig(**SMALL))
+        provider.pipeline_model_parallel_size = provider.virtual_pipeline_model_parallel_size = 2
+        with pytest.raises(BadInput, match="overlap_p2p_comm=True"):
+            provider.provide()
