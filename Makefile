@@ -40,7 +40,7 @@ mlflow-ui: $(VENV)/.installed-$(EXTRA)  ## MLflow's UI on the runs made here, ht
 	$(VENV)/bin/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///$(POLICYFLOW_HOME)/mlflow.db
 
 s3: $(VENV)/.installed-$(EXTRA)  ## a real S3 server (SeaweedFS) on 127.0.0.1:8333
-	$(PY) -m infra.s3_server --dir $(POLICYFLOW_HOME)/s3 --port 8333
+	$(PY) -m infra.s3_server --dir $(POLICYFLOW_HOME)/s3 --port 8333 --bucket policyflow
 
 # The environment, from the lock with hashes. uv itself comes into .tools, whatever Python is at hand.
 $(UV):

@@ -1,5 +1,6 @@
 """The prepare flow: a source of problems becomes a dataset artifact."""
 
+import re
 from typing import Any
 
 from prefect import flow
@@ -20,7 +21,8 @@ def prepare(dataset: DatasetConfig, store: str = "outputs/store") -> dict[str, A
 
 def dataset_of(store: str, config: DatasetConfig) -> ArtifactRef:
     """The dataset that the settings describe, prepared if it is not in the store; runs share it."""
-    stage = Stage(store=store, folder="datasets", name=config.environment, settings=config.digest())
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.environment.rstrip("/").rpartition("/")[2])
+    stage = Stage(store=store, folder="datasets", name=name, settings=config.digest())
     return prepare_dataset(stage, config)
 
 

@@ -171,7 +171,7 @@ def committed_step(update: ArtifactRef) -> dict[str, Any]:
     rollout_manifest = open_artifact(rollouts).manifest
     metrics = {
         **_numbers("rollout", rollout_manifest.metadata),
-        **_numbers("reward", scored_manifest.metadata["metrics"]),
+        **{f"reward/{name.removeprefix('reward_')}": v for name, v in scored_manifest.metadata["metrics"].items()},
         **_numbers("update", manifest.metadata["metrics"]),
     }
     manifests = {"rollout": rollout_manifest, "reward": scored_manifest, "update": manifest}

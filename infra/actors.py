@@ -4,6 +4,8 @@ A task names a function and the policy version it needs; the actor brings its en
 function on it. So a fresh engine, a restarted one and a warm one take the same path, and a flow holds no weights.
 """
 
+import contextlib
+import ctypes
 import importlib
 import os
 from collections.abc import Callable
@@ -49,11 +51,22 @@ def resolve(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: by default it returns blocks above 32 MiB to the system at once, and every large
+    temporary tensor costs a page fault for each of its 4 KiB pages again. A no-op where there is no glibc."""
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
 class Resident:
     """The actor's body. Ray runs one call at a time, so an engine never sees two."""
 
     def __init__(self, spec: EngineSpec):
         os.environ.update(spec.environment)
+        keep_freed_memory()
         self.spec = spec
         self.engine: Any = None
 

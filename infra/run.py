@@ -115,9 +115,7 @@ class Run(Config):
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a small mutable file of the run (a picture)."""
-        file = Store.at(self.store).open(self._key(name))
-        file.write(data)
-        file.close()
+        Store.at(self.store).put(self._key(name), data)
 
     def read_json(self, name: str) -> Any | None:
         """A small mutable file of the run, or None."""

@@ -9,19 +9,19 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_llama(folder: Path, seed: int = 0) -> Path:
-    """A random Llama of 2 layers (hidden 64, GQA, tied embeddings) with a byte-level tokenizer, as a HF folder."""
+    """A random Llama of 2 layers (hidden 128, GQA, tied embeddings) with a byte-level tokenizer, as a HF folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # vLLM attends on CPUs with multiples of 32
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -35,11 +35,16 @@ class ResidentTrainer:
 
         self.finish_saving()
         self.position: str | None = None
+        self.__dict__.pop("trainer", None)  # first: two trainers at once would need twice the memory
         self.trainer = Trainer(*self._arguments)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy."""
         return self.trainer.export()
+
+    def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """The policy's logprob of each token but the first."""
+        return self.trainer.token_logprobs(sequences)
 
     def checkpoint_key(self, update: ArtifactRef) -> str:
         """Where the checkpoint of the state after `update` lies, if it was taken."""

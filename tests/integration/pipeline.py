@@ -25,6 +25,7 @@ TINY = {
     },
     "update": {"lr": 1e-3, "microbatch_tokens": 64},
     "evaluation": {"samples": 2},
+    "resources": {"threads": 1},
 }
 
 

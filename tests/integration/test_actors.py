@@ -109,5 +109,5 @@ def test_engines_end_when_their_flow_is_killed(tmp_path):
     assert pid in [child.pid for child in children]
     flow.kill()
     flow.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=90)
     assert not alive, "processes of a killed flow must not live on"
