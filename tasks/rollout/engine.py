@@ -48,7 +48,9 @@ class RolloutEngine:
 
         self._shapes = checkpoint_shapes(model_dir)
         self._routes = config.routes == "auto" and has_experts(model_dir)
-        self._llm = vllm.LLM(**engine_arguments(model_dir, config, self._routes))
+        arguments = engine_arguments(model_dir, config, self._routes)
+        self._llm = vllm.LLM(**arguments)
+        self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
@@ -88,7 +90,9 @@ class RolloutEngine:
                 f"the shortest has {min(len(ids) for _, ids in rows)}"
             )
         jobs = [
-            (row, ids, index, sample_seed(seed, row["prompt_id"], index)) for row, ids in kept for index in range(samples)
+            (row, ids, index, sample_seed(seed, row["prompt_id"], index))
+            for row, ids in kept
+            for index in range(samples)
         ]
         params = [
             SamplingParams(
@@ -101,7 +105,7 @@ class RolloutEngine:
             )
             for job in jobs
         ]
-        outputs = self._generate([job[1] for job in jobs], params)
+        outputs = self._generate([job[1] for job in jobs], params, fork=True)
         table = self._table(jobs, [output.outputs[0] for output in outputs])
         reasons = Counter(table["finish_reason"].to_pylist())
         stats = {
@@ -124,7 +128,7 @@ class RolloutEngine:
                     f"sequence {index}: {len(ids)} tokens, expected 1 to {self.max_model_len - 1} (the context less one)"
                 )
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self._generate([list(ids) for ids in sequences], [params] * len(sequences))
+        outputs = self._generate([list(ids) for ids in sequences], [params] * len(sequences), fork=False)
         return [
             [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
             for ids, output in zip(sequences, outputs, strict=True)
@@ -164,14 +168,41 @@ class RolloutEngine:
         cast = dtypes or {}
         return {name: tensor_digest(tensor.to(cast.get(name, tensor.dtype))) for name, tensor in self.export()}
 
+    def close(self) -> None:
+        """End vLLM in this process, so that an engine of another kind of model can be built in it."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        self._broken = True
+        self._llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
     def _check_usable(self) -> None:
         if self._broken:
             raise Transient("the engine's last weight update failed while loading; apply a policy first")
 
-    def _generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    def _generate(self, prompts: list[list[int]], params: list[Any], *, fork: bool) -> list[Any]:
         # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.
         self._llm.reset_prefix_cache()
-        return self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        if not (fork and self._forks):
+            return self._llm.generate(inputs, params, use_tqdm=False)
+        # Each prompt is computed once, by its first sample; the others fork from it a step later (see fork.py).
+        first: dict[tuple[int, ...], int] = {}
+        for index, ids in enumerate(prompts):
+            first.setdefault(tuple(ids), index)
+        leaders = set(first.values())
+        followers = [index for index in range(len(prompts)) if index not in leaders]
+        done: list[Any] = []
+        for wave in (sorted(leaders), followers):
+            if wave:
+                self._llm.enqueue([inputs[i] for i in wave], [params[i] for i in wave], use_tqdm=False)
+                done += [output for output in self._llm.llm_engine.step() if output.finished]
+        done += self._llm.wait_for_completion(use_tqdm=False)
+        done.sort(key=lambda output: int(output.request_id))  # the order of the waves
+        order = [*sorted(leaders), *followers]
+        return [output for _, output in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
 
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
         try:
@@ -256,6 +287,12 @@ def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dic
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if on_cpu and not routes and config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="PromptFork", kv_role="kv_both", kv_connector_module_path="tasks.rollout.fork"
+        )
     block_size = config.block_size or (32 if on_cpu else None)
     if block_size:
         arguments["block_size"] = block_size

@@ -52,12 +52,10 @@ class Model:
 
 @pytest.fixture(scope="module", params=[tiny_models.dense, tiny_models.experts], ids=["dense", "experts"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    import vllm  # noqa: F401  (or the next import is circular)
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    cleanup_dist_env_and_memory()  # vLLM makes a process's expert groups once, for its first model
-    yield Model(request.param, tmp_path_factory.mktemp("model"))
-    cleanup_dist_env_and_memory()
+    made = Model(request.param, tmp_path_factory.mktemp("model"))
+    yield made
+    made.fresh_other.close()
+    made.engine.close()
 
 
 @pytest.fixture
@@ -102,6 +100,16 @@ def test_rows_keep_the_prompts_order_and_carry_the_version(engine: RolloutEngine
 
 def test_sampled_logprobs_are_those_of_the_policy_at_temperature_1(engine: RolloutEngine):
     for row in sampled(engine).to_pylist():
+        scored = engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
+        assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 34, 63, 64, 65, 66])
+def test_samples_share_a_prompt_of_any_length(engine: RolloutEngine, tokens: int):
+    """All but the first sample copy the KV of the prompt's last block, of 32 tokens."""
+    table, _ = engine.sample(prompts("x" * (tokens - 1)), samples=3, max_new_tokens=3)
+    for row in table.to_pylist():
+        assert len(row["prompt_ids"]) == tokens
         scored = engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-4)
 

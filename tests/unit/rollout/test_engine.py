@@ -34,7 +34,12 @@ def test_routes_that_were_not_recorded_are_an_error_not_zeros(routes: np.ndarray
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({}, False), ({"num_experts": 0}, False), ({"n_routed_experts": 64}, True), ({"text_config": {"num_experts": 8}}, True)],
+    [
+        ({}, False),
+        ({"num_experts": 0}, False),
+        ({"n_routed_experts": 64}, True),
+        ({"text_config": {"num_experts": 8}}, True),
+    ],
 )
 def test_a_model_with_routed_experts_is_known_by_its_config(tmp_path: Path, config: dict, expected: bool):
     (tmp_path / "config.json").write_text(json.dumps(config))
