@@ -34,9 +34,11 @@ lint: $(VENV)/.installed-$(EXTRA)
 	$(VENV)/bin/ty check
 
 prefect-ui: $(VENV)/.installed-$(EXTRA)  ## Prefect's UI on the runs made here, http://127.0.0.1:4200
+	@mkdir -p $(PREFECT_HOME)
 	$(VENV)/bin/prefect server start --host 127.0.0.1
 
 mlflow-ui: $(VENV)/.installed-$(EXTRA)  ## MLflow's UI on the runs made here, http://127.0.0.1:5000
+	@mkdir -p $(POLICYFLOW_HOME)
 	$(VENV)/bin/mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///$(POLICYFLOW_HOME)/mlflow.db
 
 s3: $(VENV)/.installed-$(EXTRA)  ## a real S3 server (SeaweedFS) on 127.0.0.1:8333

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def main() -> int:
@@ -13,10 +14,17 @@ def main() -> int:
     parser.add_argument("profile", help="a profile of infra/profiles, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="settings that replace the profile's")
     arguments = parser.parse_args()
+    # Prefect's database lies beside the run, so that its UI shows this run later; SQLite does not make its folder.
+    home = Path(os.environ.setdefault("POLICYFLOW_HOME", "outputs")).absolute()
+    Path(os.environ.setdefault("PREFECT_HOME", str(home / "prefect"))).mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     # A person reads this terminal: the flow tells its progress itself, Prefect's own log goes to its UI.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault(
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180"
+    )  # its default is too short for a busy machine
 
     from infra.errors import BadInput
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
-from tasks.rollout.config import RolloutConfig
 
 from infra.config import Config
 from infra.errors import BadInput
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
+from tasks.rollout.config import RolloutConfig
 from tasks.sync.config import SyncConfig
 from tasks.update.config import UpdateConfig
 

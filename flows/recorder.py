@@ -46,7 +46,7 @@ class Recorder:
         self.prompts = {
             row["prompt_id"]: report.prompt_text(row) for row in open_artifact(dataset).table("train").to_pylist()
         }
-        self.progress_id = create_progress_artifact(
+        self.progress_id: Any = create_progress_artifact(
             progress=100 * head.step / session.config.steps, key=f"{key(session.run.name)}-progress",
             description=f"Steps of {session.run.name}",
         )  # fmt: skip

@@ -1,7 +1,6 @@
 """What every stage's task has in common: one name a step, retries by cause, and no value but refs through Prefect."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from prefect import task
@@ -23,7 +22,7 @@ def worth_a_retry(_task: Any, _task_run: Any, state: State[Any]) -> bool:
     return False
 
 
-def stage_task(name: str, retries: int = 3) -> Callable[[Callable[..., Any]], Any]:
+def stage_task(name: str, retries: int = 3) -> Any:
     """A Prefect task for a stage. Its first argument is the `Stage`, which names the task run.
 
     Results are not persisted by Prefect: the stage's artifact is the result, and `Stage.committed` finds it again.

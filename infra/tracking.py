@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from infra.artifacts import ArtifactRef
@@ -67,7 +68,11 @@ class Tracker:
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         client = MlflowClient(tracking_uri=self.uri)
         experiment = client.get_experiment_by_name(self.experiment)
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(self.experiment)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else client.create_experiment(self.experiment, artifact_location=artifact_location(self.uri))
+        )
         name = f"{self.store}::{self.run}"
         found = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{name}'", max_results=1)
         if found:
@@ -106,12 +111,18 @@ class Tracker:
             self._client.set_tag(self.run_id, f"ref.{name}", ref.model_dump_json())
         if picture:
             import tempfile
-            from pathlib import Path
 
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "reward.png"
                 path.write_bytes(picture)
                 self._client.log_artifact(self.run_id, str(path))
+
+
+def artifact_location(uri: str) -> str | None:
+    """Where a new experiment keeps its files: beside a local database (MLflow's default is the current folder), else
+    where the tracking server says."""
+    scheme, _, path = uri.partition("///")
+    return f"file://{Path(path).absolute().parent / 'mlartifacts'}" if scheme == "sqlite:" else None
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -30,7 +30,9 @@ def generate(
     rollouts, stats = engine.sample(prompts, samples=samples, seed=seed, temperature=temperature)
     seconds = time.perf_counter() - started
     with stage.write(
-        "rollout", metadata={"policy": engine.version, "tokens": tokens_of(rollouts), **stats}, provenance={"engine_s": seconds}
+        "rollout",
+        metadata={"policy": engine.version, "tokens": tokens_of(rollouts), **stats},
+        provenance={"engine_s": seconds},
     ) as writer:
         writer.table("rollouts", rollouts)
     return writer.ref

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from infra.artifacts import ArtifactRef, open_artifact
-from infra.store import Store
 from infra.run import Stage
+from infra.store import Store
 from tasks.update.config import UpdateConfig
 
 if TYPE_CHECKING:

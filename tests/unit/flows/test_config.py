@@ -79,4 +79,6 @@ def test_importing_a_flow_loads_no_engine():
     code = "import sys, flows.train; print([m for m in ('torch', 'vllm', 'megatron', 'transformers', 'ray') if m in sys.modules])"
     started = time.monotonic()
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]", f"a flow must hold no weights, and start in seconds ({time.monotonic() - started:.0f} s)"
+    assert output.strip() == "[]", (
+        f"a flow must hold no weights, and start in seconds ({time.monotonic() - started:.0f} s)"
+    )
