@@ -38,7 +38,6 @@ class Recorder:
     def __init__(self, session: Session, dataset: ArtifactRef, head: Head):
         self.session = session
         self.heldout: dict[str, dict[str, float]] = {}
-        self.verification: ArtifactRef | None = None
         self.history = [committed_step(update) for update in updates_of(head)]
         self.before = session.run.read_json("report.json") or {}
         self.timings: list[Timing] = []

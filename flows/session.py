@@ -77,6 +77,11 @@ class Session:
             pids = [Engine(spec).load(self.config.timeouts.load_s) for spec in self.started]
         self.progress.line("engines: vLLM in process {}, Megatron in process {}".format(*pids))
 
+    def stop(self, spec: EngineSpec) -> None:
+        """End an engine that is not needed any more."""
+        Engine(spec).stop()
+        self.started.remove(spec)
+
     def _engine(self, name: str) -> EngineSpec:
         return EngineSpec(
             name=f"{self.run.name}/{name}",

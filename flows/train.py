@@ -61,12 +61,13 @@ def train(config: TrainConfig) -> dict[str, Any]:
             update=head.update, timeout_s=config.timeouts.update_s,
         )  # fmt: skip
         ack = acknowledge(session, head)
+        recorder.heldout["after"] = evaluate_version(session, dataset, head.policy, step=head.step)
+        session.stop(session.trainer)  # its memory is the fresh engine's now
         with session.progress.waiting("comparing with a freshly loaded engine"):
-            recorder.verification = verify_against_fresh_engine(
+            verify_against_fresh_engine(
                 session.run.stage("verification", head.step, [ack]), session.fresh_engine, config.sync,
                 policy=head.policy, ack=ack, vocab_size=session.vocab_size,
             )  # fmt: skip
-        recorder.heldout["after"] = evaluate_version(session, dataset, head.policy, step=head.step)
         return recorder.finish(head)
 
 

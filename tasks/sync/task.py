@@ -1,5 +1,7 @@
 """Weight sync: the policy after an update becomes a version in the store, and every engine acknowledges it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 from infra.actors import Engine, EngineSpec
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
@@ -32,17 +34,16 @@ def sync_engine(
 
     An engine that is not at the version (a new one, say) is brought there even if the acknowledgement is committed.
     """
-    sequences = probe_sequences(config, vocab_size)
-    engine_logprobs, engine_s = Engine(engine).call(
-        "tasks.sync.verify:score", version=policy, timeout_s=timeout_s, sequences=sequences
-    )
+    probe = {"function": "tasks.sync.verify:score", "sequences": probe_sequences(config, vocab_size)}
     if done := stage.committed():
+        Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
         return done
-    trainer_logprobs, trainer_s = Engine(trainer).call(
-        "tasks.sync.verify:score", version=update, timeout_s=timeout_s, sequences=sequences
-    )
+    with ThreadPoolExecutor(1) as pool:  # the trainer scores while the engine reads and applies the version
+        trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
+        engine_logprobs, engine_s = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
+        trainer_logprobs, trainer_s = trained.result()
     result = compare(trainer_logprobs, engine_logprobs, config.probe_tolerance)
-    seconds = {"engine_s": engine_s + trainer_s}
+    seconds = {"engine_s": max(engine_s, trainer_s)}
     with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance=seconds) as writer:
         writer.json("probe", result.model_dump())
     return writer.ref
