@@ -1,6 +1,7 @@
 """A run and its stages: where they lie in the store, and how they are found again.
 
 runs/<run>/run.json                            what the run is: its settings and the model's fingerprint
+runs/<run>/dataset.json                        the dataset that it trains on, from its first start to its end
 runs/<run>/head.json                           the last committed step; moves last, by compare-and-swap
 runs/<run>/steps/<step>/<stage>-<digest>/      a stage's artifact, keyed by its inputs and settings
 runs/<run>/report.json                         what a person asks for first
@@ -9,6 +10,7 @@ runs/<run>/report.json                         what a person asks for first
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from infra.artifacts import ArtifactRef
@@ -108,6 +110,13 @@ class Run(Config):
                 "Resume it with the settings that it has, or choose another run name."
             )
         return True
+
+    def pinned(self, name: str, make: Callable[[], ArtifactRef]) -> ArtifactRef:
+        """The artifact that the run has used as `name` from its first start on; `make` gives it then."""
+        key = f"{name}.json"
+        if not self._read(key):
+            Store.at(self.store).create(self._key(key), make().model_dump_json().encode())
+        return ArtifactRef.model_validate_json(self._read(key) or b"")
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a small mutable file of the run (a report, never an artifact)."""

@@ -1,21 +1,44 @@
 """Dataset preparation: a source becomes an immutable artifact of prompts, split into train and held-out."""
 
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
 from infra.stages import stage_task
 from tasks.dataset.config import DatasetConfig
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 @stage_task("dataset")
 def prepare_dataset(stage: Stage, config: DatasetConfig) -> ArtifactRef:
-    """Artifact of kind `dataset`: tables train.parquet and heldout.parquet (schema PROMPT)."""
+    """Artifact of kind `dataset`: tables train.parquet and heldout.parquet (schema PROMPT).
+
+    Its key is made from the prompts themselves: a file whose content has changed is another dataset under the same
+    settings.
+    """
     from tasks.dataset.prepare import prepare
 
+    prepared = prepare(config)
+    content = content_digest(prepared.train, prepared.heldout)
+    stage = stage.model_copy(update={"settings": f"{stage.settings}:{content}"})
     if done := stage.committed():
         return done
-    prepared = prepare(config)
     counts = {"train": prepared.train.num_rows, "heldout": prepared.heldout.num_rows}
     with stage.write("dataset", metadata={"prompts": counts, "dropped": prepared.dropped}) as writer:
         writer.table("train", prepared.train)
         writer.table("heldout", prepared.heldout)
     return writer.ref
+
+
+def content_digest(*tables: "pa.Table") -> str:
+    """sha256 (hex) of the tables' rows, in order."""
+    digest = hashlib.sha256()
+    for table in tables:
+        for batch in table.to_batches():
+            digest.update(json.dumps(batch.to_pylist(), sort_keys=True).encode())
+        digest.update(b"end")
+    return digest.hexdigest()

@@ -5,8 +5,10 @@ def register() -> None:
     """Called by vLLM in each of its processes before a model is built. Safe to call more than once."""
     from vllm.platforms import current_platform
 
+    from infra.models.beam import vllm_plugin
     from tasks.rollout import weights
 
+    vllm_plugin.register()
     weights.keep_explicit_lm_head()
     if current_platform.is_cpu():
         from tasks.rollout import cpu

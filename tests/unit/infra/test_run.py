@@ -63,3 +63,8 @@ def test_two_processes_cannot_both_move_the_head(run: Run):
     with pytest.raises(Transient, match="another process moved"):
         run.advance(head(0), head(2))
     assert run.head() == head(1)
+
+
+def test_a_run_keeps_the_dataset_that_it_started_with(run: Run):
+    assert run.pinned("dataset", lambda: ref("a")) == ref("a")
+    assert run.pinned("dataset", lambda: ref("b")) == ref("a")
