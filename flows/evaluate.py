@@ -8,6 +8,8 @@ from flows.session import Session, open_session
 from infra.actors import Engine
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
+from infra.run import Run
+from infra.store import Store
 from tasks.reward.task import score_rollouts
 from tasks.rollout.task import generate_rollouts
 
@@ -17,10 +19,10 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
     """Evaluate the last committed policy of the run `config.run`; returns accuracy, its standard error and counts."""
     if not config.run:
         raise BadInput("run: name the run whose policy is to be evaluated")
+    head = Run(store=Store.at(config.store).url, name=config.run).head()
+    if head is None:
+        raise BadInput(f"run: {config.run!r} has no committed policy in {config.store}; train it first")
     with open_session(config, config.run) as session:
-        head = session.run.head()
-        if head is None:
-            raise BadInput(f"run: {config.run!r} has no committed policy in {config.store}; train it first")
         dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset))
         session.started.append(session.rollout_engine)
         with session.progress.waiting("loading vLLM"):

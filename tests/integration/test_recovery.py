@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -137,3 +138,55 @@ def test_more_steps_continue_a_finished_run(pipeline: Pipeline, undisturbed: dic
     assert "resumed at step 4" in output
     assert before.items() <= committed(pipeline.folder, "undisturbed").items()
     assert pipeline.report("undisturbed")["steps"] == 5
+
+
+def test_a_run_on_s3_ends_in_the_same_policy(pipeline: Pipeline, undisturbed: dict, s3_server):
+    s3_server.create_bucket("runs")
+    remote = Pipeline(pipeline.folder, pipeline.model, store="s3://runs/store", environment=s3_server.environment)
+    output = remote.train("on-s3")
+    assert f"policy             {undisturbed['policy_digest']}" in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=no/such/folder"], "neither a folder nor a model of the catalog"),
+        (["dataset.source=files", "dataset.path=no/such/file.jsonl"], "no/such/file.jsonl"),
+        (["update.learning_rate=1"], "update.learning_rate: unknown setting"),
+    ],
+)
+def test_bad_input_ends_with_one_error_before_an_engine_starts(pipeline: Pipeline, overrides: list[str], message: str):
+    output = pipeline.train("refused", *overrides, expect=2)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in output
+    assert "engines:" not in output
+
+
+def test_prefect_shows_one_task_run_a_stage_and_step_and_a_page_a_step(pipeline: Pipeline, undisturbed: dict):
+    with sqlite3.connect(f"file:{pipeline.folder}/prefect/prefect.db?mode=ro", uri=True) as database:
+        names = [name for (name,) in database.execute("select name from task_run")]
+        artifacts = dict(database.execute("select key, data from artifact where key like 'undisturbed%'"))
+        states = dict(database.execute("select name, state_type from flow_run"))
+    for step in range(4):
+        for stage in ("rollout", "reward", "update"):
+            assert f"{stage} {step}" in names
+        page = artifacts[f"undisturbed-step-{step + 1:05d}"]
+        assert "| prompt | response | reward | advantage |" in page
+    assert "undisturbed-progress" in artifacts
+    assert "undisturbed-report" in artifacts
+    assert states["train undisturbed"] == "COMPLETED"
+
+
+def test_mlflow_has_every_step_and_the_final_policy(pipeline: Pipeline, undisturbed: dict):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{pipeline.folder}/home/mlflow.db")
+    experiment = client.get_experiment_by_name("policyflow")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "attributes.run_name = 'undisturbed'")
+    assert len(runs) == 1
+    history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
+    assert [metric.step for metric in history][:4] == [0, 1, 2, 3]
+    assert "ref.policy" in runs[0].data.tags
