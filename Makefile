@@ -21,8 +21,11 @@ RUN ?= quickstart
 quickstart: $(VENV)/.installed-$(EXTRA)  ## train SmolLM2 to add; the same command resumes an interrupted run
 	@$(PY) -m flows train $(PROFILE) run=$(RUN) $(SET)
 
-test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components
-	$(PY) -m pytest $(TESTS)
+# vLLM, Megatron and Ray each own a process: every integration file gets one, so that none meets another's leftovers.
+TESTS ?= tests/unit $(sort $(wildcard tests/integration/test_*.py tests/integration/*/test_*.py))
+
+test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some
+	@status=0; for tests in $(TESTS); do echo "== $$tests"; $(PY) -m pytest $$tests || status=1; done; exit $$status
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)

@@ -62,12 +62,13 @@ def train(config: TrainConfig) -> dict[str, Any]:
         )  # fmt: skip
         ack = acknowledge(session, head)
         recorder.heldout["after"] = evaluate_version(session, dataset, head.policy, step=head.step)
-        session.stop(session.trainer)  # its memory is the fresh engine's now
-        with session.progress.waiting("comparing with a freshly loaded engine"):
-            verify_against_fresh_engine(
-                session.run.stage("verification", head.step, [ack]), session.fresh_engine, config.sync,
-                policy=head.policy, ack=ack, vocab_size=session.vocab_size,
-            )  # fmt: skip
+        if config.sync.verify_fresh:
+            session.stop(session.trainer)  # its memory is the fresh engine's now
+            with session.progress.waiting("comparing with a freshly loaded engine"):
+                verify_against_fresh_engine(
+                    session.run.stage("verification", head.step, [ack]), session.fresh_engine, config.sync,
+                    policy=head.policy, ack=ack, vocab_size=session.vocab_size,
+                )  # fmt: skip
         return recorder.finish(head)
 
 

@@ -14,5 +14,7 @@ class SyncConfig(Config):
     """Tokens in a probe sequence."""
     probe_tolerance: float = Field(2e-2, gt=0)
     """Largest |trainer - engine| logprob on the probe that a sync may show (nats)."""
+    verify_fresh: bool = True
+    """At the end of a run, load a second engine with the last version and compare it with the resident one."""
     keep_versions: int = Field(3, ge=1)
     """Policy versions whose tensors are kept while a run goes on; version 0 and the last one always are."""
