@@ -27,7 +27,10 @@ def main() -> int:
     )  # its default is too short for a busy machine
 
     from infra.errors import BadInput
+    from infra.orphans import end_orphaned_servers
 
+    if not os.environ.get("PREFECT_API_URL"):
+        end_orphaned_servers(os.environ["PREFECT_HOME"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         run(arguments.flow, arguments.profile, arguments.overrides)

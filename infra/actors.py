@@ -102,7 +102,7 @@ def start_ray(address: str | None = None) -> None:
     quiet |= {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 128 * 1024**2}
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(**quiet)
+            ray.init("local", **quiet)  # never the remains of a killed run's Ray
             return
         except Exception as error:  # Ray gives a slow machine 30 s and then raises a bare Exception
             ray.shutdown()

@@ -15,7 +15,6 @@ from infra.store import Store
 from tests.integration.pipeline import Pipeline, engine_pids
 from tests.models import write_tiny_llama
 
-
 FAST = "sync.verify_fresh=false"  # the undisturbed run has shown it
 
 
