@@ -39,7 +39,7 @@ def committed(folder: Path, run: str) -> dict[str, str]:
     for key in keys:
         parts = key.split("/")
         if parts[-1] == "manifest.json" and parts[-2].split("-")[0] in {"rollout", "reward", "update"}:
-            artifact = f"runs/{run}/steps/{'/'.join(parts[:-1])}"
+            artifact = "/".join(parts[:-1])
             ref = store.find(artifact)
             assert ref is not None
             found[artifact] = f"{ref.digest} {open_artifact(ref).manifest.provenance['created']}"
