@@ -68,7 +68,7 @@ def verify_against_fresh_engine(
         )
     finally:
         engine.stop()
-    result = compare(loaded, updated, tolerance=1e-6)
+    result = compare(loaded, updated, tolerance=0.0)
     with stage.write("verification", metadata={"max_diff": result.max_diff}) as writer:
         pass
     return writer.ref
