@@ -73,9 +73,12 @@ def encode(old: Sequence[np.ndarray], new: Sequence[np.ndarray], layout: Layout)
         coder.add(segment.row(old), segment.row(new))
     coded = coder.finish()
     size = sum(words.nbytes for words in new)
-    if len(coded) < size:
-        return coded
-    return bytes([_STORED]) + b"".join(words.tobytes() for words in new)
+    return coded if len(coded) < size else store(new)
+
+
+def store(new: Sequence[np.ndarray]) -> bytes:
+    """The frame that holds `new` as it is."""
+    return b"".join([bytes([_STORED]), *(words.tobytes() for words in new)])
 
 
 def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Changes]:
