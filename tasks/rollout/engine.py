@@ -171,7 +171,7 @@ class RolloutEngine:
             raise fault
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
-        """The bits of a checkpoint tensor as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
+        """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
         cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
         from tasks.rollout.patches import words_of
 

@@ -30,7 +30,7 @@ class PolicySink(Protocol):
         ...
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
-        """The bits of a tensor that it holds (infra/codec/layout.py), of the policy's dtype; None if it cannot tell."""
+        """A copy of a tensor's bits (infra/codec/layout.py), of the policy's dtype; None if it cannot tell."""
         ...
 
     def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> Any:
@@ -100,7 +100,6 @@ def decode(
 
 
 def _verify(name: str, old: "ndarray", changes: "Changes", info: policy.TensorInfo, ref: ArtifactRef) -> None:
-    new = old.copy()
-    new[changes.positions] = changes.values
-    if policy.digest_of(memoryview(new).cast("B")) != info.digest:
+    old[changes.positions] = changes.values  # a copy, and not needed any more
+    if policy.digest_of(memoryview(old).cast("B")) != info.digest:
         raise Corrupted(f"tensor {name!r} of {ref.uri}, made of the engine's own, is not the one that was published")

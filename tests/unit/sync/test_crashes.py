@@ -116,7 +116,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(phases=[__import__("hypothesis").Phase.generate], max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
     anchor_every=st.integers(1, 4),
