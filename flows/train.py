@@ -75,7 +75,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 def first_version(session: Session) -> Head:
     """Version 0: the base model, published by the trainer and applied to the engine like any other version."""
     base = commit_base(session.run.stage("base", 0, []), {"model_fingerprint": session.fingerprint})
-    return publish(session, Head(step=0, update=base, policy=base))
+    return publish(session, Head(step=0, update=base, policy=base), parent=None)
 
 
 def train_step(session: Session, dataset: ArtifactRef, head: Head, times: Times) -> Head:
@@ -101,17 +101,18 @@ def train_step(session: Session, dataset: ArtifactRef, head: Head, times: Times)
             timeout_s=config.timeouts.update_s,
         )  # fmt: skip
     with times("sync", "the new policy version goes to vLLM"):
-        new = publish(session, Head(step=step + 1, update=update, policy=head.policy))
+        new = publish(session, Head(step=step + 1, update=update, policy=head.policy), parent=head.policy)
         session.run.advance(head, new)
-        drop_old_versions(run, step + 1 - config.sync.keep_versions)
+        if new.step % config.sync.anchor_every == 0:  # before a new anchor, all chains still need the last one
+            drop_old_versions(run, new.policy, config.sync.keep_versions)
     return new
 
 
-def publish(session: Session, head: Head) -> Head:
+def publish(session: Session, head: Head, parent: ArtifactRef | None) -> Head:
     """Publish the policy after `head.update` and have the engine acknowledge it; the head with that version."""
     policy = publish_policy(
-        session.run.stage("policy", head.step, [head.update]), session.trainer,
-        update=head.update, timeout_s=session.config.timeouts.sync_s,
+        session.run.stage("policy", head.step, [head.update]), session.trainer, session.config.sync,
+        update=head.update, parent=parent, timeout_s=session.config.timeouts.sync_s,
     )  # fmt: skip
     new = Head(step=head.step, update=head.update, policy=policy)
     acknowledge(session, new)
