@@ -12,7 +12,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: quickstart test bench lint lock prefect-ui mlflow-ui s3 clean
+.PHONY: quickstart test model bench lint lock prefect-ui mlflow-ui s3 clean
 .DEFAULT_GOAL := quickstart
 
 PROFILE ?= smollm2-cpu
@@ -26,6 +26,9 @@ TESTS ?= tests/unit $(sort $(wildcard tests/integration/test_*.py tests/integrat
 
 test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some
 	@status=0; for tests in $(TESTS); do echo "== $$tests"; $(PY) -m pytest $$tests || status=1; done; exit $$status
+
+model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
+	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)

@@ -34,6 +34,16 @@ PROMPT = pa.schema(
 )
 """A prompt. messages: JSON list of {role, content}, "" when `text` is used. answer, metadata: JSON."""
 
+DEMONSTRATION = pa.schema(
+    [
+        _required("prompt_id", pa.string()),
+        _required("messages", pa.string()),
+        _required("text", pa.string()),
+        _required("solution", pa.string()),
+    ]
+)
+"""A prompt (see PROMPT) with a response that earns its environment's full reward."""
+
 ROLLOUT = pa.schema(
     [
         _required("prompt_id", pa.string()),

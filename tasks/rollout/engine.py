@@ -263,7 +263,9 @@ def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str,
 
     if routes is None or len(routes) < tokens - 1:
         raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
-    layers = [layer for layer in layers if layer < routes.shape[1]]  # layers that only predict further tokens lie behind
+    layers = [
+        layer for layer in layers if layer < routes.shape[1]
+    ]  # layers that only predict further tokens lie behind
     experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
     experts[: tokens - 1] = routes[: tokens - 1, layers]
     # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).

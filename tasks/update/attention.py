@@ -97,7 +97,8 @@ def _bucket(segments: list[Segment]) -> Bucket:
 class SegmentAttention(MegatronModule):
     """Core attention (no parameters) of packed segments through torch's scaled_dot_product_attention.
 
-    Layers with a sliding window (`window_size` of Megatron's config) see that far back in their own sequence. Query heads that share a key head are folded into the query length, so keys and values are never repeated.
+    Layers with a sliding window (`window_size` of Megatron's config) see that far back in their own sequence. Query
+    heads that share a key head are folded into the query length, so keys and values are never repeated.
     """
 
     def __init__(  # Megatron's builder protocol

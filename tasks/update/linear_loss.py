@@ -28,11 +28,11 @@ class OutputLayer:
     weight_VH: Tensor
     """With tensor parallelism, this rank's rows."""
     temperature: float = 1.0
-    cap: float | None = None
-    """Soft cap of the logits before the temperature: cap * tanh(logits / cap); None for none."""
     chunk_tokens: int = 512
     group: "dist.ProcessGroup | None" = None
-    """Tensor-parallel group, if there is more than one rank. (Not run in this repository's tests.)"""
+    """Tensor-parallel group, if there is more than one rank."""
+    cap: float | None = None
+    """Soft cap of the logits before the temperature: cap * tanh(logits / cap); None for none."""
 
 
 def linear_loss(

@@ -63,7 +63,9 @@ class Microbatch:
             tokens_S=torch.cat([self.tokens_S, zeros]),
             positions_S=torch.cat([self.positions_S, torch.arange(missing)]),
             segments=(*self.segments, Segment(len(self.tokens_S), length)),
-            routes_SLK=None if routes is None else torch.cat([routes, routes.new_full((missing, *routes.shape[1:]), NONE)]),
+            routes_SLK=None
+            if routes is None
+            else torch.cat([routes, routes.new_full((missing, *routes.shape[1:]), NONE)]),
         )
 
 

@@ -45,7 +45,9 @@ def check(batch: pa.Table, model: RoutedModel) -> None:
     """
     for row, values in enumerate(_rows(batch)):
         if any(values["loss_mask"]) and (fault := _fault(values, model)):
-            raise BadInput(f"scored batch, row {row} (prompt {values.get('prompt_id')}, sample {values.get('sample')}): {fault}")
+            raise BadInput(
+                f"scored batch, row {row} (prompt {values.get('prompt_id')}, sample {values.get('sample')}): {fault}"
+            )
 
 
 def _fault(values: dict[str, Any], model: RoutedModel) -> str | None:

@@ -85,7 +85,7 @@ def gradients(trainer: Any, batch: pa.Table) -> dict[str, torch.Tensor]:
     captured: dict[str, torch.Tensor] = {}
 
     def capture(lr: float, grad_norm: float) -> None:
-        parameters = dict(trainer.model.gpt.named_parameters())
+        parameters = trainer.model.parameters()
         weights = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             gradient = trainer.optimizer.masters[name].grad
@@ -323,7 +323,7 @@ def test_bf16_weights_are_computed_with_as_they_are_served(llama: Path):
     for seed in range(2):
         trainer.update(scored(seed))
     assert {tensor.dtype for tensor in exported(trainer).values()} == {torch.bfloat16}
-    for name, parameter in trainer.model.gpt.named_parameters():
+    for name, parameter in trainer.model.parameters().items():
         assert torch.equal(parameter, parameter.bfloat16().float()), name
         master = trainer.optimizer.masters[name]
         assert torch.equal(parameter, master.bfloat16().float()) and not torch.equal(parameter, master), name
