@@ -1,8 +1,9 @@
 """Attention and rotary positions over a packed row, for Megatron's local (non-TE) layers.
 
-`SegmentAttention` takes the place of Megatron's core attention. What `attention_mask` usually carries is here an
+`SegmentAttention` takes the place of Megatron's core attention. `attention_mask` carries the number of an
 `AttentionLayout`: index tensors that gather queries and keys of all segments into a few padded batches, so that the
-attention costs what its segments cost, not the square of the row.
+attention costs what its segments cost, not the square of the row. (A number, because Megatron's recomputation keeps
+tensors only.)
 
 Shape suffixes: S tokens, B segments of a bucket, Q and K their padded query and key lengths, G query groups, D head size.
 """
@@ -94,6 +95,10 @@ def _bucket(segments: list[Segment]) -> Bucket:
     return Bucket(*(torch.from_numpy(array) for array in (queries.clip(0), keys.clip(0), mask, distance)))
 
 
+_layouts: dict[int, AttentionLayout] = {}
+"""Of the microbatches of the schedule that is running, by their number."""
+
+
 class SegmentAttention(MegatronModule):
     """Core attention (no parameters) of packed segments through torch's scaled_dot_product_attention.
 
@@ -116,19 +121,20 @@ class SegmentAttention(MegatronModule):
         query_S1HD: Tensor,
         key_S1GD: Tensor,
         value_S1GD: Tensor,
-        attention_mask: AttentionLayout,
+        attention_mask: Tensor,
         /,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> Tensor:
         """[S, 1, heads * value head size]."""
+        layout = _layouts[int(attention_mask)]
         tokens, _, heads, _ = query_S1HD.shape
         groups, value_size = key_S1GD.shape[2], value_S1GD.shape[-1]
         query_SX = query_S1HD.reshape(tokens, -1)
         key_value_SX = torch.cat([key_S1GD, value_S1GD], dim=-1).reshape(tokens, -1)
         results = []
-        for bucket in attention_mask.buckets:
+        for bucket in layout.buckets:
             batch, length = bucket.queries_BQ.shape
             # An embedding is a gather whose backward sums rows deterministically and without a loop over indices.
             query = embedding(bucket.queries_BQ, query_SX).view(batch, length, groups, heads // groups, -1)
@@ -141,7 +147,7 @@ class SegmentAttention(MegatronModule):
             )
             result = result.view(batch, groups, heads // groups, length, value_size).permute(0, 3, 1, 2, 4)
             results.append(result.reshape(batch * length, heads * value_size))
-        return embedding(attention_mask.restore_S, torch.cat(results)).unsqueeze(1)
+        return embedding(layout.restore_S, torch.cat(results)).unsqueeze(1)
 
 
 class RotaryAtPositions(nn.Module):
@@ -178,7 +184,13 @@ class SharedPrefixRow:
         """Keyword arguments of GPTModel.forward that say who sees whom, and where."""
         for model in self.models:
             model.rotary_pos_emb.positions_S = microbatch.positions_S
-        return {"attention_mask": AttentionLayout.of(microbatch.segments), "packed_seq_params": None}
+        number = len(_layouts)
+        _layouts[number] = AttentionLayout.of(microbatch.segments)
+        return {"attention_mask": torch.tensor(number), "packed_seq_params": None}
+
+    def clear(self) -> None:
+        """At the end of a schedule."""
+        _layouts.clear()
 
 
 class ThdRow:
@@ -206,3 +218,6 @@ class ThdRow:
                 max_seqlen_kv=longest,
             ),
         }
+
+    def clear(self) -> None:
+        """Nothing is kept."""

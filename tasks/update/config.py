@@ -66,6 +66,9 @@ class UpdateConfig(Config):
     microbatch_tokens: int = Field(1024, ge=1)
     """Tokens computed in one forward and backward pass; the gradient does not depend on it. A single sample
     that is longer gets a microbatch of its own."""
+    recompute: bool = False
+    """Keep a layer's input only and compute the layer again in the backward pass: less memory, a third more work. The
+    gradient is the same."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Logits exist for this many loss tokens at a time ([chunk, vocabulary] in fp32, twice)."""
     share_prompts: bool = True
@@ -77,6 +80,9 @@ class UpdateConfig(Config):
     """Which experts a mixture of experts uses while it trains. rollout: those that the rollout engine used (R3,
     arXiv:2510.11370); a batch without routes is refused. recorded: those of the policy's own forward before the update, in
     all of its microbatches (R2). off: the router's own choice. auto: rollout where the batch has routes, else off."""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """How far a step moves the correction bias of an expert towards an even load (balancing without an auxiliary loss,
+    arXiv:2408.15664; models whose routers have such a bias). 0: biases stay as they are."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward and backward compute in. auto: bfloat16 where the device has units for it (GPU; CPU with
     AVX512-BF16 or AMX), else float32, which is several times faster there."""

@@ -112,6 +112,7 @@ class PolicyForward:
                 input_ids=microbatch.tokens_S.unsqueeze(0),
                 position_ids=microbatch.positions_S.unsqueeze(0),
                 output_processor=processor,
+                padding_mask=self._padding(chunk, microbatch),
                 **self.row.arguments(microbatch),
             )
             tokens = torch.tensor(len(microbatch.targets_N), dtype=torch.int)
@@ -119,16 +120,30 @@ class PolicyForward:
 
         chunks = self.model.chunks
         iterators = [iter(enumerate(microbatches)) for _ in chunks]
-        with megatron_cpu.cuda_means_cpu(), self.replay.schedule(training=not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iterators if len(chunks) > 1 else iterators[0],
-                model=chunks,
-                num_microbatches=len(microbatches),
-                seq_length=max(len(microbatch.tokens_S) for microbatch in microbatches),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        try:
+            with megatron_cpu.cuda_means_cpu(), self.replay.schedule(training=not forward_only):
+                return get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                    model=chunks,
+                    num_microbatches=len(microbatches),
+                    seq_length=max(len(microbatch.tokens_S) for microbatch in microbatches),
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                )
+        finally:
+            self.row.clear()
+
+    def _padding(self, chunk: Any, microbatch: Microbatch) -> Tensor | None:
+        """bool [1, S], True where a token is padding: routers that are balanced do not count it. Else None."""
+        if not (microbatch.padding and self.config.router_bias_rate):
+            return None
+        length = len(microbatch.tokens_S)
+        mask_S = torch.arange(length) >= length - microbatch.padding
+        first = self.model.gpt_of(
+            chunk
+        ).pre_process  # Megatron itself cuts it for sequence parallelism there, and only there
+        return (mask_S if first else self.replay.own_tokens(mask_S)).unsqueeze(0)
 
     def _at_loss(self, hidden_S1H: Tensor, microbatch: Microbatch) -> Tensor:
         """Hidden states that predict a loss token, [N, H], whole on every tensor-parallel rank."""

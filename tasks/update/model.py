@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
-from tasks.update.config import ParallelConfig
+from tasks.update.config import ParallelConfig, UpdateConfig
 from tasks.update.precision import weight_dtype
 
 
@@ -33,7 +33,12 @@ class PolicyModel:
     @property
     def gpts(self) -> list[Any]:
         """The GPTModel inside each chunk."""
-        return [chunk.module if hasattr(chunk, "module") else chunk for chunk in self.chunks]
+        return [self.gpt_of(chunk) for chunk in self.chunks]
+
+    @staticmethod
+    def gpt_of(chunk: Any) -> Any:
+        """The GPTModel inside a chunk (bf16 models are wrapped)."""
+        return chunk.module if hasattr(chunk, "module") else chunk
 
     def parameters(self) -> dict[str, Any]:
         """This process's parameters by Megatron's names, those of further chunks with their number in front."""
@@ -111,7 +116,7 @@ def _hf_names(task: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names.values())
 
 
-def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int) -> PolicyModel:
+def load_policy(model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: int) -> PolicyModel:
     """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows."""
     if not (Path(model_dir) / "config.json").is_file():
         raise BadInput(f"{model_dir} is no model folder: it has no config.json")
@@ -125,9 +130,10 @@ def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, se
         bridge = AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise BadInput(f"{model_dir}: {error}") from error
+    parallel = config.parallel
     _join_process_groups(parallel, seed)
     provider = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, dtype, parallel)
+    _configure(provider, dtype, config)
     with megatron_cpu.cuda_means_cpu():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
@@ -164,9 +170,9 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:
+def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig) -> None:
     """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
-    bf16 = dtype == torch.bfloat16
+    bf16, parallel = dtype == torch.bfloat16, config.parallel
     experts = bool(getattr(provider, "num_moe_experts", None))
     settings: dict[str, Any] = {
         "bf16": bf16,
@@ -198,6 +204,8 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
         "moe_router_fusion": False,
         "mtp_num_layers": None,
     }
+    if config.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if not torch.cuda.is_available():
         settings |= dict.fromkeys(
             ("gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",

@@ -51,6 +51,9 @@ class Microbatch:
     routes_SLK: Tensor | None = None
     """int16 [S, layers, experts a token]: what this process's routers replay, -1 where a token has no route."""
 
+    padding: int = 0
+    """Of the S tokens: how many, at the end, are no one's."""
+
     def padded(self, length: int) -> "Microbatch":
         """With a sequence of padding behind, `length` tokens in all; padding is no target, and routed by the trainer."""
         missing = length - len(self.tokens_S)
@@ -60,6 +63,7 @@ class Microbatch:
         routes = self.routes_SLK
         return replace(
             self,
+            padding=self.padding + missing,
             tokens_S=torch.cat([self.tokens_S, zeros]),
             positions_S=torch.cat([self.positions_S, torch.arange(missing)]),
             segments=(*self.segments, Segment(len(self.tokens_S), length)),

@@ -109,7 +109,7 @@ class RoutingReplay:
             if routes_SLK is None:
                 replay.target_topk_idx = None
             else:
-                replay.target_topk_idx = self._own_tokens(routes_SLK[:, self.layers.index(layer)]).long()
+                replay.target_topk_idx = self.own_tokens(routes_SLK[:, self.layers.index(layer)]).long()
 
     @contextmanager
     def recording(self, into: list[Tensor]) -> Iterator[None]:
@@ -129,7 +129,8 @@ class RoutingReplay:
     def _all(self) -> list[LayerReplay]:
         return [replay for routers in self.by_chunk.values() for replay in routers.values()]
 
-    def _own_tokens(self, rows: Tensor) -> Tensor:
+    def own_tokens(self, rows: Tensor) -> Tensor:
+        """This rank's part of what has an entry a token of the microbatch."""
         if not self.config.sequence_parallel:
             return rows
         return rows.chunk(parallel_state.get_tensor_model_parallel_world_size())[

@@ -33,7 +33,7 @@ class Trainer:
         """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
         self.config = config
         self.step = 0
-        self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
+        self.model = load_policy(model_dir, resolve_precision(config.precision), config, seed)
         self.forward = PolicyForward(self.model, config)
         parameters = self.model.parameters()
         dtypes = self.model.weight_dtypes(config.weights)
@@ -104,6 +104,8 @@ class Trainer:
 
     def _descend(self, gradients: Callable[[], LossSums], lr: float, apply: bool) -> tuple[LossSums, float]:
         """One optimizer step with the gradients that `gradients` accumulates; all processes' sums, and the norm."""
+        from tasks.update.balance import balance, forget_load
+
         try:
             sums = self.ranks.total(gradients())
             loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
@@ -111,8 +113,10 @@ class Trainer:
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
             if apply:
                 self.optimizer.step(lr, grad_norm)
+                balance(self.model.gpts, self.config.router_bias_rate)
         finally:
             self.optimizer.zero_grad()
+            forget_load(self.model.gpts)
         return sums, grad_norm
 
     def _has_gradient(self, sample: Sample) -> bool:

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "pp2": {"pipeline": 2},
     "pp2-vpp2": {"pipeline": 2, "virtual": 2},
+    "pp2-recompute": {"pipeline": 2},
     "tp2-sequence-parallel": {"tensor": 2, "sequence": True},
     "ep2": {"expert": 2},
 }
@@ -34,9 +35,9 @@ PLAIN = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "max_grad_norm": 1e9}
 """AdamW that moves a weight by -g / (|g| + 1), from which its gradient g can be read."""
 
 
-def scored(seed: int = 0, prompts: int = 3, samples: int = 3, replay: bool = True) -> pa.Table:
+def scored(seed: int = 0, prompts: int = 3, samples: int = 3, replay: bool = True, whole: bool = False) -> pa.Table:
     """Random responses, beyond the sliding window, with random routes (distinct experts a token) in the sparse layers; a
-    token in the middle has none."""
+    token in the middle has none, unless `whole`."""
     rng = np.random.default_rng(seed)
 
     def draw(tokens: int) -> np.ndarray:
@@ -52,7 +53,7 @@ def scored(seed: int = 0, prompts: int = 3, samples: int = 3, replay: bool = Tru
             experts = draw(tokens)
             experts[: len(prompt_ids)] = of_prompt  # alike for all its samples: they share it
             mask = np.arange(tokens) < tokens - 1
-            mask[len(prompt_ids)] = False
+            mask[len(prompt_ids)] = whole
             rows.append({
                 "prompt_id": str(prompt), "sample": sample, "prompt_ids": prompt_ids,
                 "response_ids": rng.integers(0, 256, length).tolist(),
@@ -168,13 +169,7 @@ def test_gradients_are_those_of_transformers_with_every_sample_alone(folder: Pat
 
 
 def test_recomputation_replays_each_microbatchs_own_routes(folder: Path):
-    trainer = make(folder)
-    _, expected = step(trainer, scored())
-    trainer = make(folder)
-    for chunk in trainer.model.chunks:
-        config = chunk.config
-        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
-    _, found = step(trainer, scored())
+    (_, expected), (_, found) = (step(make(folder, recompute=on), scored()) for on in (False, True))
     assert_close(found, expected, 1e-5)
 
 
@@ -195,6 +190,28 @@ def _packed(trainer: Any, batch: pa.Table) -> Any:
     from tasks.update.packing import pack
 
     return pack(read_samples(batch, SPARSE), 60, trainer.forward.shares_prompts)
+
+
+def test_the_correction_bias_moves_against_the_load_of_the_replayed_experts(folder: Path):
+    from infra.records import unpack_routes
+
+    batch = scored(whole=True, samples=1)
+    load = np.zeros((len(SPARSE), EXPERTS))
+    for row in batch.to_pylist():
+        routes = unpack_routes(row)
+        assert routes is not None
+        for layer in range(len(SPARSE)):
+            load[layer] += np.bincount(routes.experts[:-1, layer].ravel(), minlength=EXPERTS)
+    trainer = make(folder, router_bias_rate=0.01)
+    for _ in range(2):
+        before = {name: t.clone() for name, t in trainer.export() if name.endswith("e_score_correction_bias")}
+        trainer.token_logprobs([[1, 2, 3]])  # what is scored is not counted
+        trainer.update(batch)
+        after = dict(trainer.export())
+        for layer, counts in zip(SPARSE, load, strict=True):
+            name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+            expected = before[name] + 0.01 * torch.from_numpy(np.sign(counts.mean() - counts)).float()
+            assert torch.equal(after[name], expected)
 
 
 def test_routes_that_cannot_be_replayed_change_nothing(folder: Path):
@@ -240,7 +257,7 @@ def _layout(name: str, out: Path) -> None:
 
     group.START_METHOD = "fork"
     torch.set_num_threads(1)
-    trainer = make(out / "checkpoint", parallel=LAYOUTS[name])
+    trainer = make(out / "checkpoint", parallel=LAYOUTS[name], recompute="recompute" in name, router_bias_rate=0.01)
     tensors, meta = trainer.state()
     start = {key: tensor.clone() for key, tensor in tensors.items()}
     trainer.update(scored(1))
