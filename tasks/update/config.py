@@ -80,6 +80,9 @@ class UpdateConfig(Config):
     """Which experts a mixture of experts uses while it trains. rollout: those that the rollout engine used (R3,
     arXiv:2510.11370); a batch without routes is refused. recorded: those of the policy's own forward before the update, in
     all of its microbatches (R2). off: the router's own choice. auto: rollout where the batch has routes, else off."""
+    replay_weights: bool = False
+    """Replay the experts' weights as well, not only which they are: routers then get no gradient. Needs replay recorded
+    (vLLM records no weights)."""
     router_bias_rate: float = Field(0.0, ge=0)
     """How far a step moves the correction bias of an expert towards an even load (balancing without an auxiliary loss,
     arXiv:2408.15664; models whose routers have such a bias). 0: biases stay as they are."""
@@ -97,6 +100,8 @@ class UpdateConfig(Config):
     def _possible(self) -> "UpdateConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if self.replay_weights and self.replay != "recorded":
+            raise ValueError(f"replay_weights needs replay recorded, not {self.replay}: rollouts carry no weights")
         if self.weights == "float32" and self.precision == "bfloat16":
             raise ValueError(
                 "weights float32 with precision bfloat16 would serve other weights than the trainer computes with: "

@@ -81,14 +81,18 @@ class PolicyForward:
                 yield from self._run(microbatches, output, temperature, forward_only=True)
 
     def with_recorded_routes(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """The microbatches with the routes that the policy gives them now (in place of any that they have)."""
+        """The microbatches with the routes (and, with `replay_weights`, the weights) that the policy gives them now."""
         bare = [replace(microbatch, routes_SLK=None) for microbatch in microbatches]
-        recorded: list[Tensor] = []
+        recorded: list[tuple[Tensor, Tensor]] = []
         with self.replay.recording(recorded):
             list(self.logprobs(bare, self.config.temperature))
         if not recorded:  # no layers with experts here
             return bare
-        return [replace(mb, routes_SLK=routes) for mb, routes in zip(bare, recorded, strict=True)]
+        keep = self.config.replay_weights
+        return [
+            replace(microbatch, routes_SLK=experts, weights_SLK=weights if keep else None)
+            for microbatch, (experts, weights) in zip(bare, recorded, strict=True)
+        ]
 
     def _run(self, microbatches: list[Microbatch], output: Callable, temperature: float, forward_only: bool) -> list:
         """Megatron's schedule over the microbatches; what `output` gave as its second result, in their order."""
@@ -107,7 +111,7 @@ class PolicyForward:
                 results.append(result)
                 return loss
 
-            self.replay.set(chunk, microbatch.routes_SLK)
+            self.replay.set(chunk, microbatch.routes_SLK, microbatch.weights_SLK)
             loss = chunk(
                 input_ids=microbatch.tokens_S.unsqueeze(0),
                 position_ids=microbatch.positions_S.unsqueeze(0),

@@ -135,6 +135,8 @@ class TrainerGroup:
 def _join(store: Any, rank: int, world: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:  # processes share the cores: threads that wait for one another would wait for other processes
+        torch.set_num_threads(max(1, torch.get_num_threads() // world))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
 
 

@@ -51,6 +51,8 @@ class Microbatch:
     routes_SLK: Tensor | None = None
     """int16 [S, layers, experts a token]: what this process's routers replay, -1 where a token has no route."""
 
+    weights_SLK: Tensor | None = None
+    """float32 [S, layers, experts a token]: the weights of these experts, where they are replayed too."""
     padding: int = 0
     """Of the S tokens: how many, at the end, are no one's."""
 

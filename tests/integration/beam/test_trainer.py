@@ -185,6 +185,16 @@ def test_recorded_routes_are_the_policys_own(folder: Path):
     assert int(recorded.routes_SLK.min()) >= 0
 
 
+def test_recorded_weights_leave_the_routers_without_a_gradient_and_change_no_logprob(folder: Path):
+    expected, own = step(make(folder, replay="off"), scored())
+    metrics, found = step(make(folder, replay="recorded", replay_weights=True, recompute=True), scored())
+    assert metrics["k3_mean"] == pytest.approx(expected["k3_mean"], rel=1e-5)
+    routers = [f"model.layers.{layer}.mlp.gate.weight" for layer in SPARSE]
+    assert not any(found[name].any() for name in routers) and all(own[name].any() for name in routers)
+    last = [name for name in own if name.startswith(("lm_head", "model.norm"))]  # what lies behind all routers
+    assert_close({name: found[name] for name in last}, {name: own[name] for name in last}, 1e-5)
+
+
 def _packed(trainer: Any, batch: pa.Table) -> Any:
     from tasks.update.batch import read_samples
     from tasks.update.packing import pack

@@ -30,6 +30,7 @@ def test_overrides_replace_settings_by_path():
         (["rollout.temperature=0.5"], r"update\.temperature \(1\.0\) must equal rollout\.temperature \(0\.5\)"),
         (["warm_start.steps=5", "update.kl_coef=0.1"], r"warm_start\.steps: .*kl_coef"),
         (["update.replay=rollout", "rollout.routes=off"], r"rollout\.routes is off; set it to auto"),
+        (["update.replay_weights=true"], r"replay_weights needs replay recorded, not auto"),
         (["update.parallel.virtual=2"], r"parallel\.virtual splits pipeline stages: it needs parallel\.pipeline > 1"),
         (["steps.x=1"], r"steps is a value, not a group of settings"),
         (["steps"], r"not of the form path\.to\.key=value"),
