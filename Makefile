@@ -12,7 +12,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: quickstart test bench lint lock prefect-ui mlflow-ui s3 clean
+.PHONY: quickstart test model bench lint lock prefect-ui mlflow-ui s3 clean
 .DEFAULT_GOAL := quickstart
 
 PROFILE ?= smollm2-cpu
@@ -29,6 +29,9 @@ JOBS ?= 2
 test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some, JOBS=1 one after another
 	@printf '%s\n' $(TESTS) | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I {} bash -c \
 	  'output=$$($(PY) -m pytest {} 2>&1); status=$$?; printf "== %s\n%s\n" {} "$$output"; exit $$status'
+
+model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
+	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)

@@ -155,13 +155,21 @@ def timing_figures(timings: list[Timing]) -> dict[str, Any]:
 
 
 def updates_of(head: Head) -> list[ArtifactRef]:
-    """The updates that lead to `head`, oldest first, without the base."""
+    """The updates that lead to `head`, oldest first, without the base and its warm start."""
     updates: list[ArtifactRef] = []
     ref = head.update
-    while inputs := open_artifact(ref).manifest.inputs:
+    while (inputs := open_artifact(ref).manifest.inputs) and inputs[1].kind == "scored":
         updates.append(ref)
         ref = inputs[0]
     return updates[::-1]
+
+
+def warm_start_line(update: ArtifactRef) -> str:
+    """What a person is told of a warm start."""
+    metrics = open_artifact(update).metadata["metrics"]
+    return "warm start: {steps:.0f} supervised steps, loss {loss_first:.2f} -> {loss_last:.2f} nats a token".format(
+        **metrics
+    )
 
 
 def committed_step(update: ArtifactRef) -> dict[str, Any]:

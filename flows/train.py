@@ -1,6 +1,7 @@
 """The train flow: prompts -> rollouts -> rewards -> policy update -> weight sync, step by step.
 
 prepare_dataset                                 prompts, train and held-out
+warm_start_policy                               supervised steps on the environment's solutions, if asked for
 publish_policy, sync_engine                     version 0
 evaluate                                        held-out accuracy before
 for each step
@@ -21,16 +22,17 @@ from prefect.runtime import flow_run
 from flows.config import TrainConfig
 from flows.evaluate import evaluate_version
 from flows.prepare import dataset_of, split_size
-from flows.recorder import Recorder, Times
+from flows.recorder import Recorder, Times, warm_start_line
 from flows.session import Session, open_session
 from infra.artifacts import ArtifactRef
 from infra.run import Head
 from tasks.dataset.batches import step_rows
+from tasks.dataset.task import commit_demonstrations
 from tasks.reward.task import score_rollouts
 from tasks.rollout.task import generate_rollouts
 from tasks.sync.retention import drop_old_versions
 from tasks.sync.task import publish_policy, sync_engine, verify_against_fresh_engine
-from tasks.update.task import commit_base, finish_checkpoint, update_policy
+from tasks.update.task import commit_base, finish_checkpoint, update_policy, warm_start_policy
 
 
 def _flow_run_name() -> str:
@@ -47,8 +49,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     with open_session(config, config.run or f"train-{str(flow_run.id)[:8]}") as session:
         dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset, session.model))
+        demonstrations = demonstrations_of(session, dataset)
         session.load_engines()
-        base = first_version(session)
+        base = first_version(session, demonstrations)
         head = session.run.head() or session.run.advance(None, base)
         recorder = Recorder(session, dataset, head)
         recorder.heldout["before"] = evaluate_version(session, dataset, base.policy, step=0)
@@ -72,9 +75,26 @@ def train(config: TrainConfig) -> dict[str, Any]:
         return recorder.finish(head)
 
 
-def first_version(session: Session) -> Head:
-    """Version 0: the base model, published by the trainer and applied to the engine like any other version."""
+def demonstrations_of(session: Session, dataset: ArtifactRef) -> ArtifactRef | None:
+    """What the warm start learns from, if the settings ask for one."""
+    settings = session.config.warm_start
+    if not settings.steps:
+        return None
+    stage = session.run.stage("demonstrations", 0, [dataset], settings.digest())
+    return commit_demonstrations(stage, dataset=dataset, settings=settings.model_dump(mode="json"))
+
+
+def first_version(session: Session, demonstrations: ArtifactRef | None) -> Head:
+    """Version 0: the base model, after its warm start if there is one, published by the trainer and applied to the engine
+    like any other version."""
     base = commit_base(session.run.stage("base", 0, []), {"model_fingerprint": session.fingerprint})
+    if demonstrations is not None:
+        with session.progress.waiting("supervised warm start"):
+            base = warm_start_policy(
+                session.run.stage("warm-start", 0, [base, demonstrations], session.config.update.digest()),
+                session.trainer, parent=base, demonstrations=demonstrations, timeout_s=session.config.timeouts.update_s,
+            )  # fmt: skip
+        session.progress.line(warm_start_line(base))
     return publish(session, Head(step=0, update=base, policy=base), parent=None)
 
 
