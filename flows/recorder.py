@@ -11,6 +11,7 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 
 from flows import report
 from flows.session import Session
+from flows.versions import updates_of
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Head
 
@@ -38,7 +39,7 @@ class Recorder:
     def __init__(self, session: Session, dataset: ArtifactRef, head: Head):
         self.session = session
         self.heldout: dict[str, dict[str, float]] = {}
-        self.history = [committed_step(update) for update in updates_of(head)]
+        self.history = [committed_step(update) for update in updates_of(head)[1:]]
         self.before = session.run.read_json("report.json") or {}
         self.timings: list[Timing] = []
         self.last: dict[str, float] = {}
@@ -46,7 +47,7 @@ class Recorder:
             row["prompt_id"]: report.prompt_text(row) for row in open_artifact(dataset).table("train").to_pylist()
         }
         self.progress_id: Any = create_progress_artifact(
-            progress=100 * head.step / session.config.steps, key=f"{key(session.run.name)}-progress",
+            progress=100 * head.step / session.config.steps, key=f"{report.artifact_key(session.run.name)}-progress",
             description=f"Steps of {session.run.name}",
         )  # fmt: skip
         where = f"resumed at step {head.step}" if session.resumed and head.step else "new"
@@ -78,7 +79,7 @@ class Recorder:
         metrics |= {f"seconds/{name}": value for name, value in self.last.items()}
         markdown = report.step_markdown(step, metrics, entry["refs"]["scored"], self.prompts)
         create_markdown_artifact(
-            markdown, key=f"{key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}"
+            markdown, key=f"{report.artifact_key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}"
         )
         update_progress_artifact(self.progress_id, progress=100 * head.step / session.config.steps)
         wall = time.perf_counter() - self.started
@@ -104,7 +105,7 @@ class Recorder:
         session.tracker.summary(figures, {"policy": head.policy}, picture)
         create_markdown_artifact(
             report.run_markdown(session.run.name, session.run.store, values, self.history),
-            key=f"{key(session.run.name)}-report", description=f"Report of {session.run.name}",
+            key=f"{report.artifact_key(session.run.name)}-report", description=f"Report of {session.run.name}",
         )  # fmt: skip
         folder = f"{session.run.store}/runs/{session.run.name}"
         for line in report.summary_lines(values, folder, session.tracker.uri, session.tracker.run_id):
@@ -151,16 +152,6 @@ def timing_figures(timings: list[Timing]) -> dict[str, Any]:
     }
 
 
-def updates_of(head: Head) -> list[ArtifactRef]:
-    """The updates that lead to `head`, oldest first, without the base."""
-    updates: list[ArtifactRef] = []
-    ref = head.update
-    while inputs := open_artifact(ref).manifest.inputs:
-        updates.append(ref)
-        ref = inputs[0]
-    return updates[::-1]
-
-
 def committed_step(update: ArtifactRef) -> dict[str, Any]:
     """What the store knows of a committed step: its number, metrics, refs and the engines' seconds."""
     manifest = open_artifact(update).manifest
@@ -180,11 +171,6 @@ def committed_step(update: ArtifactRef) -> dict[str, Any]:
         "refs": {"rollouts": rollouts, "scored": scored, "update": update},
         "engine_s": {stage: m.provenance["engine_s"] for stage, m in manifests.items()},
     }
-
-
-def key(name: str) -> str:
-    """A Prefect artifact key: lower case, digits and dashes."""
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
 
 
 def _numbers(prefix: str, values: dict[str, Any]) -> dict[str, float]:

@@ -2,11 +2,15 @@
 
 import io
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from infra.artifacts import ArtifactRef, open_artifact
+
+if TYPE_CHECKING:
+    from flows.evaluate import Evaluation
+    from flows.statistics import Estimate
 
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -116,6 +120,71 @@ def summary_lines(values: dict[str, Any], folder: str, mlflow_uri: str, mlflow_r
         "  Prefect            make prefect-ui    then http://127.0.0.1:4200/runs",
         f"  MLflow             make mlflow-ui     then http://127.0.0.1:5000 (run {mlflow_run} in {mlflow_uri})",
     ]
+
+
+def evaluation_lines(result: "Evaluation") -> list[str]:
+    """What an evaluation says in a terminal."""
+    percent = f"{result.confidence:.0%}"
+    where = (
+        f"{result.environment.rpartition('/')[2]}, {result.split}: {result.accuracy.prompts} prompts x {result.samples}"
+    )
+    lines = [
+        f"run {result.run}, version {result.version} ({where})",
+        f"  accuracy   {_interval(result.accuracy)} ({percent} interval)",
+    ]
+    if result.baseline and result.gain:
+        lines += [
+            f"  baseline   {_interval(result.baseline)} (run {result.baseline_run}, version {result.baseline_version})",
+            f"  gain       {_interval(result.gain, '+.3f')}, paired by prompt",
+        ]
+    return lines
+
+
+def evaluation_markdown(result: "Evaluation") -> str:
+    """The page of an evaluation."""
+    rows = [("accuracy", result.accuracy), ("baseline", result.baseline), ("gain (paired by prompt)", result.gain)]
+    lines = [
+        f"# Run {result.run}, version {result.version}", "",
+        f"Environment `{result.environment}`, split `{result.split}`, {result.samples} samples a prompt.", "",
+        f"| | mean | {result.confidence:.0%} interval | standard error | prompts |", "| --- | ---: | --- | ---: | ---: |",
+    ]  # fmt: skip
+    for name, value in rows:
+        if value:
+            interval = f"{value.low:.3f} to {value.high:.3f}"
+            lines.append(f"| {name} | {value.mean:.3f} | {interval} | {value.standard_error:.3f} | {value.prompts} |")
+    if result.baseline:
+        lines += ["", f"The baseline is version {result.baseline_version} of run {result.baseline_run}."]
+    return "\n".join([*lines, "", f"Policy: `{result.policy.uri}`", "", f"Dataset: `{result.dataset.uri}`"])
+
+
+def dataset_markdown(name: str, ref: ArtifactRef, metadata: dict[str, Any], sample: list[str]) -> str:
+    """The page of a dataset."""
+    lines = [f"# Dataset {name}", "", "| split | prompts |", "| --- | ---: |"]
+    lines += [f"| {split} | {count} |" for split, count in metadata["prompts"].items()]
+    dropped = ", ".join(f"{count} {cause}" for cause, count in metadata["dropped"].items() if count)
+    lines += ["", f"Left out: {dropped or 'nothing'}", "", "| the first prompts of train |", "| --- |"]
+    lines += [f"| {_cell(text)} |" for text in sample]
+    return "\n".join([*lines, "", f"Artifact: `{ref.uri}`", "", f"Digest: `{ref.digest}`"])
+
+
+def publication_markdown(lineage: dict[str, str], result: dict[str, Any], evaluation: "Evaluation") -> str:
+    """The page of a published model."""
+    lines = [
+        f"# {result['name']} version {result['model_version']}", "", result["decision"], "",
+        f"Folder: `{result['folder']}`", "",
+        "| lineage | |", "| --- | --- |",
+        *[f"| {key} | `{value}` |" for key, value in sorted(lineage.items())], "",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n" + evaluation_markdown(evaluation)
+
+
+def artifact_key(name: str) -> str:
+    """A Prefect artifact key: lower case, digits and dashes."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())
+
+
+def _interval(value: "Estimate", form: str = ".3f") -> str:
+    return f"{value.mean:{form}}, {value.low:{form}} to {value.high:{form}}"
 
 
 def _figure(value: Any) -> str:
