@@ -56,7 +56,7 @@ class Evaluation(Config):
     """Accuracy minus the baseline's, paired by prompt."""
 
 
-@flow(name="evaluate", flow_run_name="evaluate {config.run}", persist_result=False, log_prints=True)
+@flow(name="evaluate", flow_run_name="evaluate {config.run}", persist_result=False)
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Evaluate a policy version of a run, against a baseline version; returns an `Evaluation`.
 

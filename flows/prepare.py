@@ -12,13 +12,14 @@ from infra.assets import record_asset
 from infra.credentials import use_credentials
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
+from infra.progress import speaker
 from infra.run import Run, Stage
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
 
 
-@flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False, log_prints=True)
+@flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
 def prepare(
     dataset: DatasetConfig, store: str = "outputs/store", name: str | None = None, credentials: str | None = None
 ) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def announce(ref: ArtifactRef, name: str, environment: str) -> None:
     """The page, the asset and the event of a dataset."""
     artifact = open_artifact(ref)
     counts = artifact.metadata["prompts"]
-    print(f"dataset {name}: {counts} prompts, {ref.uri}")
+    speaker()(f"dataset {name}: {counts} prompts, {ref.uri}")
     sample = [report.prompt_text(row) for row in artifact.table("train").slice(0, 8).to_pylist()]
     create_markdown_artifact(
         report.dataset_markdown(name, ref, artifact.metadata, sample),
@@ -66,7 +67,9 @@ def run_dataset(run: Run, config: DatasetConfig, given: ArtifactRef | None, time
         check_dataset(given, config.environment)
     dataset = run.pinned("dataset", lambda: given or dataset_of(run.store, config, timeout_s))
     if given is not None and given.digest != dataset.digest:
-        raise BadInput(f"dataset: run {run.name!r} trains on {dataset.uri}, not on {given.uri}; choose another run name")
+        raise BadInput(
+            f"dataset: run {run.name!r} trains on {dataset.uri}, not on {given.uri}; choose another run name"
+        )
     return dataset
 
 

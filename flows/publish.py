@@ -33,7 +33,7 @@ from tasks.publish.task import check_model, export_model, register_model
 from tasks.sync.verify import probe_sequences
 
 
-@flow(name="publish", flow_run_name="publish {config.run}", persist_result=False, log_prints=True)
+@flow(name="publish", flow_run_name="publish {config.run}", persist_result=False)
 def publish(config: PublishConfig) -> dict[str, Any]:
     """Publish a policy version of a run; returns where it lies, its registry version, and whether it was promoted."""
     use_credentials(config.credentials)

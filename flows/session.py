@@ -36,6 +36,8 @@ class Session:
     tracker: Tracker
     engines: str
     """What the engines' names begin with: unique among everything that runs on a Ray cluster at a time."""
+    microbatch_tokens: int
+    """Of the trainer: the settings' value, or what was found to fit in memory."""
     started: list[EngineSpec] = field(default_factory=list)
     opened: float = field(default_factory=time.monotonic)
 
@@ -57,7 +59,7 @@ class Session:
             factory="tasks.update.resident:ResidentTrainer",
             settings={
                 "model": self.model,
-                "config": self.config.update.model_dump(mode="json"),
+                "config": self.config.update.model_dump(mode="json") | {"microbatch_tokens": self.microbatch_tokens},
                 "seed": self.config.seed,
                 "store": self.run.store,
                 "checkpoints": f"runs/{self.run.name}/checkpoints",
@@ -123,7 +125,9 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     parameters = config.model_dump(mode="json")
     tracker = Tracker(uri, config.tracking.experiment, run_name, store, parameters, owns_status=visit is None)
     names = f"{run_name}/{visit}" if visit else run_name
-    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names)
+    fits = (run.read_json("memory.json") or {}).get("microbatch_tokens", config.update.microbatch_tokens)
+    microbatch = min(fits, config.update.microbatch_tokens)
+    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
         with held_slots(config.resources.slots, config.resources.slots_needed()):

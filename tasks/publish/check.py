@@ -1,7 +1,4 @@
-"""Proof that a published folder is the policy: transformers and vLLM load it and are held against the trainer's engine.
-
-`python -m tasks.publish.check FOLDER` (sequences as JSON on standard input) prints digests and logprobs as JSON.
-"""
+"""Proof that a published folder is the policy: transformers and vLLM load it and are held against the trainer's engine."""
 
 import json
 import subprocess
@@ -48,7 +45,7 @@ def compare_transformers(
         local = Store.at(model.uri).is_local
         folder = model_folder(model).removeprefix("file://") if local else str(fetch_model(model, Path(scratch) / "m"))
         result = subprocess.run(
-            [sys.executable, "-m", "tasks.publish.check", folder],
+            [sys.executable, "-m", "infra.models.score", folder],
             input=json.dumps(sequences), capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
     if result.returncode:
@@ -70,28 +67,3 @@ def largest_difference(who: str, found: list[list[float]], expected: list[list[f
             f"(tolerance {tolerance:g})"
         )
     return difference
-
-
-def main(folder: str) -> None:
-    """Load the folder with transformers and print what it holds."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from infra.models.beam.register import register
-
-    register()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    AutoTokenizer.from_pretrained(folder)
-    sequences = json.load(sys.stdin)
-    logprobs = []
-    with torch.inference_mode():
-        for tokens in sequences:
-            ids_1T = torch.tensor([tokens])
-            logits_TV = model(ids_1T).logits[0, :-1].float()
-            logprobs.append(logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist())
-    digests = {name: policies.tensor_digest(tensor) for name, tensor in model.state_dict().items()}
-    print(json.dumps({"digests": digests, "logprobs": logprobs}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
