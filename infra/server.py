@@ -78,9 +78,9 @@ class LocalPrefect:
             raise
         return self
 
-    def deploy(self) -> None:
-        """`prefect deploy --all`: register every deployment of prefect.yaml."""
-        self._run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"])
+    def deploy(self, file: str | Path = "prefect.yaml") -> None:
+        """`prefect deploy --all`: register every deployment of the file."""
+        self._run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)])
 
     def start_worker(self) -> None:
         """Run a worker of the pool `local`, all queues."""
