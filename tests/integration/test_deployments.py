@@ -19,7 +19,7 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Run
 from infra.server import HOST, LocalPrefect
 from infra.store import Store
-from tests.integration.prefect_service import ENVIRONMENT, Service, processes_of
+from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
 from tests.models import write_tiny_llama
 
 
