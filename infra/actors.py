@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef
 from infra.config import Config
-from infra.errors import BadInput, Corrupted, Transient
+from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
 
 NAMESPACE = "policyflow"
 START_ATTEMPTS = 3
@@ -192,12 +192,15 @@ class Engine:
 
     def _get(self, submit: Callable[[Any], Any], timeout_s: float | None) -> Any:
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
         try:
             calls = [submit(actor) for actor in self._actors()]
             self._wait(calls, timeout_s)
             return ray.get(calls)[0]
+        except OutOfMemoryError as error:  # Ray's memory monitor ended the process, before the kernel did
+            self.stop()
+            raise OutOfMemory(f"engine {self.spec.name}: {_first_line(error)}") from error
         except RayActorError as error:
             self.stop()
             raise EngineLost(f"engine {self.spec.name} died: {_first_line(error)}") from error
@@ -206,6 +209,8 @@ class Engine:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, BadInput | Corrupted | Transient):
                 raise cause from None
+            if is_out_of_memory(cause):
+                raise OutOfMemory(f"engine {self.spec.name}: {_first_line(cause)}") from error
             raise
 
     def _wait(self, calls: list[Any], timeout_s: float | None) -> None:
@@ -237,6 +242,17 @@ class Engine:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
             except ValueError:
                 pass
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch (a GPU's allocator or the CPU's) or Python could not get memory."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error)
+    return (
+        bool(names & {"OutOfMemoryError", "MemoryError"})
+        or "can't allocate memory" in text
+        or "not enough memory" in text
+    )
 
 
 def _first_line(error: Exception) -> str:
