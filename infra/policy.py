@@ -319,9 +319,7 @@ def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, PolicyVersion]] |
     return mirror
 
 
-def changes(
-    ref: ArtifactRef, what: PolicyVersion, old: "Callable[[str], ndarray]"
-) -> "Iterator[tuple[str, Changes]]":
+def changes(ref: ArtifactRef, what: PolicyVersion, old: "Callable[[str], ndarray]") -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
 
     One file of coded changes and one frame's tensors are in memory at a time. Raises Corrupted.

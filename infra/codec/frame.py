@@ -118,9 +118,7 @@ class _Encoder:
         buckets, gaps, steps = np.empty(n, np.uint8), np.empty(n, np.int32), np.empty(n, np.int64)
         sizes, starts = np.empty(256, np.int64), np.empty(257, np.int64)
         full = (1 << 8 * layout.word) - 1
-        count = scan.find_events(
-            old, new, layout.sign, layout.shift, layout.mask, full, buckets, gaps, steps, sizes
-        )
+        count = scan.find_events(old, new, layout.sign, layout.shift, layout.mask, full, buckets, gaps, steps, sizes)
         classes = np.zeros(256, np.uint8)
         sorted_gaps, sorted_steps = np.empty(count, np.int64), np.empty(count, np.int64)
         tokens.sort_events(buckets, gaps, steps, count, sizes, starts, classes, sorted_gaps, sorted_steps)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class RolloutEngine:
         from tasks.rollout import weights
 
         self._shapes = weights.checkpoint_shapes(model_dir)
+        self._expert_layers = expert_layers(self._shapes)
         self._routes = config.routes == "auto" and has_experts(model_dir)
         arguments = engine_arguments(model_dir, config, self._routes)
         self._llm = vllm.LLM(**arguments)
@@ -281,7 +283,11 @@ class RolloutEngine:
                     "policy_version": self.version or "",
                     "seed": seed,
                     "response_text": text,
-                    **(routes_columns(output.routed_experts, len(ids) + len(response)) if self._routes else {}),
+                    **(
+                        routes_columns(output.routed_experts, len(ids) + len(response), self._expert_layers)
+                        if self._routes
+                        else {}
+                    ),
                 }
             )
         return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
@@ -293,18 +299,33 @@ def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def routes_columns(routes: Any, tokens: int) -> dict[str, Any]:
-    """vLLM's routes [tokens - 1, layers, topk] as `routes*` columns of `tokens` rows; the last token has no route.
+def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
+    """vLLM's routes [tokens - 1, all layers, topk] as the `routes*` columns of `tokens` tokens and `layers` alone.
 
-    Raises RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
+    The last token has no route, and neither has one whose rows vLLM has never written: both are marked. Raises
+    RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
     """
     import numpy as np
 
     if routes is None or len(routes) < tokens - 1:
         raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
-    padded = np.zeros((tokens, *routes.shape[1:]), routes.dtype)
-    padded[: tokens - 1] = routes[: tokens - 1]
-    return records.pack_routes(padded, np.arange(tokens) < tokens - 1)
+    layers = [
+        layer for layer in layers if layer < routes.shape[1]
+    ]  # layers that only predict further tokens lie behind
+    experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
+    experts[: tokens - 1] = routes[: tokens - 1, layers]
+    # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).
+    written = experts.any((1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
+    if tokens > 1 and not written[:-1].any():
+        raise RuntimeError(f"vLLM recorded none of the routes of {tokens - 1} tokens")
+    written[-1] = False
+    return records.pack_routes(records.Routes(experts, written, tuple(layers)))
+
+
+def expert_layers(names: Iterable[str]) -> list[int]:
+    """The numbers of the layers that have routed experts, from a checkpoint's tensor names."""
+    found = (re.search(r"\blayers\.(\d+)\..*\bexperts\b", name) for name in names)
+    return sorted({int(match[1]) for match in found if match})
 
 
 def has_experts(model_dir: str) -> bool:
