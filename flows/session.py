@@ -97,7 +97,7 @@ class Session:
             name=f"{self.engines}/{name}",
             factory="tasks.rollout.engine:load_engine",
             settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json")},
-            follow="tasks.sync.apply:follow",
+            follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
         )

@@ -108,6 +108,8 @@ class Update:
     patches: list[Patch]
     wider: dict[str, torch.Tensor]
     """Policy tensors that the engine's dtype cannot hold: kept beside it, or what is relative to them has no base."""
+    loaded: list[tuple[str, torch.Tensor]] | None = None
+    """All tensors, for vLLM's loader, where there are no slots."""
 
     @classmethod
     def full(cls, slots: dict[str, Slot], tensors: Iterable[tuple[str, torch.Tensor]]) -> "Update":

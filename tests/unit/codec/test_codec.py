@@ -56,13 +56,27 @@ def test_every_change_of_every_dtype_comes_back_bit_for_bit(
     coded(old, new)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_special_values_go_to_each_other(dtype: torch.dtype) -> None:
     if dtype.itemsize == 1:
         special = torch.arange(256).to(torch.uint8).view(dtype)
     else:
         tiny = torch.finfo(dtype).smallest_normal
-        values = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), -float("nan"), tiny, tiny / 2, -tiny / 4, 1.0, -1.0]
+        values = [
+            0.0,
+            -0.0,
+            float("inf"),
+            -float("inf"),
+            float("nan"),
+            -float("nan"),
+            tiny,
+            tiny / 2,
+            -tiny / 4,
+            1.0,
+            -1.0,
+        ]
         special = torch.tensor([*values, torch.finfo(dtype).max], dtype=dtype)
     for shift in range(len(special)):
         coded([special], [special.roll(shift)])

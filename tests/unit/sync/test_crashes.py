@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.codec.layout import words
+from infra.follow import follow
 from infra.run import Head, Run
 from infra.store import Store
 from tasks.rollout.patches import Patch
 from tasks.sync import retention
-from tasks.sync.apply import follow
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
 from tests.unit.sync.engines import TensorEngine, TensorTrainer
@@ -142,9 +142,12 @@ def test_engines_hold_committed_versions_only_and_in_the_end_the_trainers(
                     world.check_store()
                     lose(world, lost)
                     world.head = world.run.head()
-                    if world.head and policy.describe(world.head.policy).policy_digest == policy.digest_tensors(
-                        world.trainer.export()
-                    ) and world.head.step == len(world.expected) - 1:
+                    if (
+                        world.head
+                        and policy.describe(world.head.policy).policy_digest
+                        == policy.digest_tensors(world.trainer.export())
+                        and world.head.step == len(world.expected) - 1
+                    ):
                         continue  # the step was committed; only its last reply was lost
                 world.sync()
                 world.check_engines()
