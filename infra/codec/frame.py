@@ -18,7 +18,7 @@ from infra.codec.layout import Layout, frozen
 from infra.errors import Corrupted
 from infra.store import Buffer
 
-SEGMENT = 1 << 20
+SEGMENT = 1 << 21
 """Words of a segment."""
 _CODED, _STORED = 1, 2
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and raw bits; segments, table entries, streams

@@ -1,10 +1,13 @@
 """Weight sync: bytes beside XOR + zstd-1 and the entropy, rates a core, the pause, memory, and 247 GB on paper.
 
-Measured on all consecutive versions of two real runs (made by the train flow once, and kept in POLICYFLOW_HOME/sync-bench),
-and on synthetic AdamW steps at given shares of changed elements. Rates are of one core (CPU time of one thread).
+Measured on consecutive versions of real training, and on synthetic AdamW steps at given shares of changed elements. The
+real versions are made once, and kept in POLICYFLOW_HOME/sync-bench: the real trainer on the scored batches of a run of
+the profile (one in POLICYFLOW_HOME's store, or a short new one), two prompts with their samples an update, each version
+published as in a run. Rates are of one core (CPU time of one thread).
 """
 
-import os
+import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -15,24 +18,27 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import zstandard
 
+from flows.config import load_config
 from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.codec import frame
 from infra.codec.layout import layout_of, words
 from infra.mirror import Mirror
-from infra.run import Run
+from infra.run import Run, Stage
 from infra.store import Store
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
 from tests.bench.ours import HOME, REPOSITORY
 
 VERSIONS = 50
-RUNS = {
-    # 8 responses a step instead of 64, so that 50 steps take minutes; model, optimizer and task are the quickstart's.
-    "smollm2-cpu": ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "sync.verify_fresh=false"],
-    "beam-tiny-cpu": ["rollout.prompts_per_step=4"],
-}
+PROFILES = ("smollm2-cpu", "beam-tiny-cpu")
+PROMPTS = 2
+"""Of an update, with all their samples."""
 SHARES = (0.007, 0.01, 0.02, 0.035)
 SYNTHETIC_ELEMENTS = 2**25
 TIMED = 8
@@ -46,7 +52,7 @@ PAPER_CORES, PAPER_STORE_BYTES_S = 32, 2.5e9
 
 def main() -> dict[str, float]:
     figures: dict[str, float] = {}
-    for profile in RUNS:
+    for profile in PROFILES:
         name = profile.removesuffix("-cpu").replace("-", "_")
         figures |= {f"{name}_{key}": value for key, value in _pairs(_versions(profile), name).items()}
     for share in SHARES:
@@ -57,25 +63,54 @@ def main() -> dict[str, float]:
 
 
 def _versions(profile: str) -> list[ArtifactRef]:
-    """Versions 0 to VERSIONS of a real run, trained now unless they are there."""
-    home, run = HOME / "sync-bench", Run(store=f"file://{HOME}/sync-bench/store", name=profile)
-    head = run.head()
-    if head is None or head.step < VERSIONS:
-        (HOME / "models").mkdir(parents=True, exist_ok=True)
-        home.mkdir(exist_ok=True)
-        if not (home / "models").exists():
-            (home / "models").symlink_to(HOME / "models")
-        environment = {**os.environ, "POLICYFLOW_HOME": str(home), "PREFECT_HOME": str(home / "prefect")}
-        settings = [f"steps={VERSIONS}", f"sync.keep_versions={VERSIONS + 1}", "sync.anchor_every=25",
-                    f"checkpoint_every={VERSIONS}", "evaluation.prompts=1", "evaluation.samples=1"]  # fmt: skip
-        command = [sys.executable, "-m", "flows", "train", profile, f"run={profile}", f"store={home / 'store'}"]
-        subprocess.run([*command, *settings, *RUNS[profile]], cwd=REPOSITORY, env=environment, check=True)
-        head = run.head()
-    assert head is not None
-    refs = [head.policy]
-    while (parent := policy.describe(refs[-1]).parent) is not None:
-        refs.append(parent)
-    return refs[::-1]
+    """Versions 0 to VERSIONS of real training, made now unless they are there."""
+    run = Run(store=f"file://{HOME}/sync-bench/store", name=profile)
+    stages = [run.stage("policy", number, []) for number in range(VERSIONS + 1)]
+    if stages[-1].committed() is None:
+        context = multiprocessing.get_context("spawn")  # Megatron and vLLM each want a process of their own
+        process = context.Process(target=_train, args=(profile, stages))
+        process.start()
+        process.join()
+    refs = [stage.committed() for stage in stages]
+    assert all(refs), "training the versions failed"
+    return [ref for ref in refs if ref]
+
+
+def _train(profile: str, stages: list[Stage]) -> None:
+    from infra.models.catalog import prepare_model
+    from tasks.update.trainer import Trainer
+
+    config = load_config(profile)
+    trainer: Any = Trainer(str(prepare_model(config.model, HOME / "models")), config.update, config.seed)
+    trainer.published = None
+    batches, rng = _batches(profile, config.model), np.random.default_rng(0)
+    parent: ArtifactRef | None = None
+    for number, stage in enumerate(stages):
+        if number:
+            trainer.update(_some_prompts(batches[number % len(batches)], rng))
+        parent = publish(trainer, stage, SyncConfig(anchor_every=25), parent)
+        print(f"{profile}: version {number}", flush=True)
+
+
+def _batches(profile: str, model: str) -> list[pa.Table]:
+    """Scored batches of a run of the model, its own steps in their order."""
+    for folder in sorted((HOME / "store" / "runs").glob("*")):
+        settings = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+        files = sorted(folder.glob("steps/*/reward-*/files-*/scored.parquet"))
+        if settings.get("model") == model and files:
+            return [pq.read_table(file) for file in files]
+    settings = ["steps=3", "evaluation.prompts=1", "evaluation.samples=1", "sync.verify_fresh=false"]
+    command = [sys.executable, "-m", "flows", "train", profile, f"run=for-{profile}", f"store={HOME / 'store'}"]
+    subprocess.run([*command, *settings], cwd=REPOSITORY, check=True)
+    return _batches(profile, model)
+
+
+def _some_prompts(batch: pa.Table, rng: np.random.Generator) -> pa.Table:
+    """All samples of PROMPTS prompts whose samples did not all earn the same."""
+    ids, advantages = batch["prompt_id"].to_pylist(), batch["advantage"].to_pylist()
+    mixed = sorted({prompt for prompt, advantage in zip(ids, advantages, strict=True) if advantage})
+    chosen = set(rng.choice(mixed, min(PROMPTS, len(mixed)), replace=False).tolist())
+    return batch.take([row for row, prompt in enumerate(ids) if prompt in chosen])
 
 
 class _Pair:
