@@ -5,7 +5,9 @@ fresh engine starts from and a warm one passes by. The policy digest is a proper
 have equal digests, however they are sharded, named in the store, or come by. It is the `policy_version` of rollouts.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 KIND = "policy"
 _FILES = "model"
+_DECODERS = 2
 
 
 class TensorInfo(Frozen):
@@ -325,19 +328,31 @@ def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, PolicyVersion]] |
 def changes(ref: ArtifactRef, what: PolicyVersion, old: "Callable[[str], ndarray]") -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
 
-    One file of coded changes and one frame's tensors are in memory at a time. Raises Corrupted.
+    Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
+    a time. Raises Corrupted.
     """
     from infra.codec import frame
     from infra.codec.layout import layout_of
 
-    artifact, file, data = open_artifact(ref), None, memoryview(b"")
-    for entry in what.frames or []:
-        if entry.file != file:
-            file, data = entry.file, memoryview(artifact.buffer(entry.file))
+    artifact, frames = open_artifact(ref), what.frames or []
+
+    def decode(entry: Frame, data: memoryview) -> "list[Changes]":
         layout = layout_of(dtype_of(what.tensors[entry.tensors[0]]))
-        words = [old(name) for name in entry.tensors]
-        found = frame.decode(data[entry.offset : entry.offset + entry.bytes], words, layout)
-        yield from zip(entry.tensors, found, strict=True)
+        return frame.decode(data, [old(name) for name in entry.tensors], layout)
+
+    file, data = None, memoryview(b"")
+    running: deque[tuple[Frame, Future[list[Changes]]]] = deque()
+    with ThreadPoolExecutor(_DECODERS, thread_name_prefix="decode") as pool:
+        for entry in frames:
+            if entry.file != file:
+                file, data = entry.file, memoryview(artifact.buffer(entry.file))
+            while len(running) > _DECODERS:
+                done, found = running.popleft()
+                yield from zip(done.tensors, found.result(), strict=True)
+            running.append((entry, pool.submit(decode, entry, data[entry.offset : entry.offset + entry.bytes])))
+        while running:
+            done, found = running.popleft()
+            yield from zip(done.tensors, found.result(), strict=True)
 
 
 def _read_full(ref: ArtifactRef, what: PolicyVersion) -> "Iterator[tuple[str, Tensor]]":
