@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra import records
-from infra.errors import BadInput, Transient
+from infra.errors import BadInput
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
     import torch
+    from numpy import ndarray
+
+    from infra.codec.frame import Changes
+    from tasks.rollout.patches import Update
+    from tasks.rollout.slots import Slot
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -37,23 +42,29 @@ class RolloutEngine:
         """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit."""
         self.config = config
         self.version: str | None = None
-        """The policy digest given to the last `apply`; None: the folder's own weights."""
-        self._broken = False
+        """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
+        self._closed = False
         _prepare_environment(config)
         from tasks.rollout.plugin import register
 
         register()
         import vllm
 
-        from tasks.rollout.weights import checkpoint_shapes
+        from tasks.rollout import weights
 
-        self._shapes = checkpoint_shapes(model_dir)
+        self._shapes = weights.checkpoint_shapes(model_dir)
         self._expert_layers = expert_layers(self._shapes)
         self._routes = config.routes == "auto" and has_experts(model_dir)
         arguments = engine_arguments(model_dir, config, self._routes)
         self._llm = vllm.LLM(**arguments)
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
+        self._slots: dict[str, Slot] = {}
+        self._wider: dict[str, torch.Tensor] = {}
+        if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+            slots = self._llm.collective_rpc(weights.find_slots)[0]
+            if all(name in slots and slots[name].shape == shape for name, shape in self._shapes.items()):
+                self._slots = slots
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def sample(
@@ -139,17 +150,52 @@ class RolloutEngine:
     def apply(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: str) -> None:
         """Take over a full policy in place: checkpoint names, any float dtype (cast to the engine's, per parameter).
 
-        Nothing changes when `tensors` fails half-way or does not fit the model (BadInput names the tensor). KV computed
-        under the old weights is never used again. Should vLLM itself fail while it loads, the engine refuses to sample
-        (Transient) until an `apply` succeeds.
+        Only what differs is written. Nothing has changed when this raises: `tensors` may fail half-way or not fit the
+        model (BadInput names the tensor), and should loading itself fail, the old weights are put back.
         """
-        from tasks.rollout import weights
+        from tasks.rollout import patches, weights
 
         complete = weights.collect(tensors, self._shapes)
-        self._broken, self.version = True, None
-        self._llm.collective_rpc(weights.load, args=(complete,))
+        if not self._slots:
+            self._load(complete)
+            self._changed(version)
+            return
+        self.commit(patches.Update.full(self._slots, complete), version)
+
+    def _load(self, tensors: "list[tuple[str, torch.Tensor]]") -> None:
+        """Through vLLM's loader, which knows every layout."""
+        from tasks.rollout import weights
+
+        faults = self._llm.collective_rpc(weights.load_or_restore, args=(tensors,))
+        fault = next((fault for fault in faults if fault is not None), None)
+        self._llm.collective_rpc(weights.settle, args=(fault is not None,))
+        if fault is not None:
+            raise fault
+
+    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
+        """The bits of a checkpoint tensor as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
+        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        from tasks.rollout.patches import words_of
+
+        return words_of(self._slots[name], self._wider.get(name), dtype) if name in self._slots else None
+
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+        """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
+        from tasks.rollout.patches import Update
+
+        return Update.sparse(self._slots, self._wider, changes)
+
+    def commit(self, update: "Update", version: str) -> None:
+        """Write a prepared update and forget the KV of the old weights. When it raises, the old weights are back."""
+        from tasks.rollout import patches
+
+        patches.write(update.patches)
+        self._wider = update.wider
+        self._changed(version)
+
+    def _changed(self, version: str) -> None:
         self._llm.reset_prefix_cache()
-        self._broken, self.version = False, version
+        self.version = version
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
@@ -175,14 +221,14 @@ class RolloutEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-        self._broken = True
+        self._closed = True
         self._llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
     def _check_usable(self) -> None:
-        if self._broken:
-            raise Transient("the engine's last weight update failed while loading; apply a policy first")
+        if self._closed:
+            raise BadInput("the engine is closed")
 
     def _generate(self, prompts: list[list[int]], params: list[Any], *, fork: bool) -> list[Any]:
         # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.

@@ -19,6 +19,8 @@ from tasks.update.warm_start import warm_start
 if TYPE_CHECKING:
     import torch
 
+    from infra.mirror import Mirror
+
 
 class ResidentTrainer:
     """A trainer that knows which update it stands at."""
@@ -28,6 +30,8 @@ class ResidentTrainer:
         self.store, self.checkpoints = store, checkpoints
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.published: Mirror | None = None
+        """The version that was published last, which the next one's changes are relative to (tasks/sync/publish.py)."""
         self.reset()
 
     def reset(self) -> None:
