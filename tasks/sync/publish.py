@@ -34,7 +34,12 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     if done := stage.committed():
         return done
     store = Store.at(stage.store)
-    options: dict[str, Any] = {"version": stage.step, "step": stage.step, "inputs": stage.inputs, "config_hash": stage.settings}
+    options: dict[str, Any] = {
+        "version": stage.step,
+        "step": stage.step,
+        "inputs": stage.inputs,
+        "config_hash": stage.settings,
+    }
     if parent is None or config.form == "full":
         base = policy.describe(parent).policy_digest if parent else None
         return policy.write_full(store, stage.key, trainer.export(), base=base, parent=parent, **options)
