@@ -129,6 +129,7 @@ class Engine:
 
         if self.spec.name in _handles:
             return _handles[self.spec.name]
+        start_ray()
         options = {"name": self.spec.name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
         actor = ray.remote(Resident).options(
             num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
@@ -186,6 +187,8 @@ class Engine:
         import ray
 
         _handles.pop(self.spec.name, None)
+        if not ray.is_initialized():
+            return
         try:
             ray.kill(ray.get_actor(self.spec.name, namespace=NAMESPACE), no_restart=True)
         except ValueError:
