@@ -14,7 +14,7 @@ from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
 from tasks.sync.config import SyncConfig
-from tasks.update.config import UpdateConfig
+from tasks.update.config import UpdateConfig, WarmStartConfig
 
 # What may change between a start of a run and its resume, because it does not shape the policy.
 RESUMABLE = (
@@ -117,6 +117,8 @@ class TrainConfig(Config):
     """Seed of sampling, of the data's order and of the trainer."""
     dataset: DatasetConfig = DatasetConfig()
     """Where prompts come from."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised steps before the first version."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling on vLLM."""
     reward: RewardConfig = RewardConfig()
@@ -141,6 +143,12 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
+        if self.warm_start.steps and self.update.kl_coef > 0:
+            raise ValueError(
+                "warm_start.steps: with update.kl_coef > 0 the penalty would pull back to the model before it"
+            )
+        if self.update.replay == "rollout" and self.rollout.routes == "off":
+            raise ValueError("update.replay is rollout, but rollout.routes is off; set it to auto")
         return self
 
     def identity(self) -> dict[str, Any]:

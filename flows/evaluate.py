@@ -82,9 +82,15 @@ def compare_versions(
     """Evaluate a version and its baseline; the result, and the artifact of kind `evaluation` that holds it."""
     config, evaluation = session.config, session.config.evaluation
     if other_dataset is None:
-        dataset, reward = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset)), None
+        dataset, reward = (
+            session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset, session.model)),
+            None,
+        )
     else:  # the run's weights name parts of another environment's reward
-        dataset, reward = dataset_of(session.run.store, other_dataset), config.reward.model_copy(update={"weights": {}})
+        dataset, reward = (
+            dataset_of(session.run.store, other_dataset, session.model),
+            config.reward.model_copy(update={"weights": {}}),
+        )
     scored, policies, numbers = [], [], []
     for one in (version, baseline) if baseline else (version,):
         policies.append(policy_of(session, one))

@@ -7,11 +7,13 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows import report
+from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.assets import record_asset
 from infra.credentials import use_credentials
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
+from infra.models.catalog import prepare_model
 from infra.progress import speaker
 from infra.run import Run, Stage
 from infra.store import Store
@@ -21,7 +23,11 @@ from tasks.dataset.task import prepare_dataset
 
 @flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
 def prepare(
-    dataset: DatasetConfig, store: str = "outputs/store", name: str | None = None, credentials: str | None = None
+    dataset: DatasetConfig,
+    store: str = "outputs/store",
+    name: str | None = None,
+    model: str | None = None,
+    credentials: str | None = None,
 ) -> dict[str, Any]:
     """Prepare a dataset and emit `dataset.ready`; returns its ref.
 
@@ -29,10 +35,12 @@ def prepare(
         dataset: Where prompts come from, and how they are split.
         store: Root of the artifact store: a folder or s3://bucket/prefix.
         name: What the event calls the dataset, for triggers to match on. Null: the environment's name.
+        model: Whose tokenizer counts for `max_prompt_tokens`; not needed without that.
         credentials: Name of a Prefect Secret block with environment variables. Null: the environment as it is.
     """
     use_credentials(credentials)
-    ref = dataset_of(Store.at(store).url, dataset)
+    folder = None if model is None else str(prepare_model(model, home() / "models"))
+    ref = dataset_of(Store.at(store).url, dataset, folder)
     announce(ref, name or short_name(dataset.environment), dataset.environment)
     return ref.model_dump()
 
@@ -52,20 +60,24 @@ def announce(ref: ArtifactRef, name: str, environment: str) -> None:
     emit(DatasetReady(name=name, environment=environment, dataset=ref, prompts=counts))
 
 
-def dataset_of(store: str, config: DatasetConfig, timeout_s: float | None = None) -> ArtifactRef:
+def dataset_of(
+    store: str, config: DatasetConfig, model: str | None = None, timeout_s: float | None = None
+) -> ArtifactRef:
     """The dataset that the settings describe, prepared if it is not in the store; runs share it."""
     stage = Stage(store=store, folder="datasets", name=short_name(config.environment), settings=config.digest())
-    return prepare_dataset.with_options(timeout_seconds=timeout_s)(stage, config)
+    return prepare_dataset.with_options(timeout_seconds=timeout_s)(stage, config, model)
 
 
-def run_dataset(run: Run, config: DatasetConfig, given: ArtifactRef | None, timeout_s: float) -> ArtifactRef:
+def run_dataset(
+    run: Run, config: DatasetConfig, given: ArtifactRef | None, model: str, timeout_s: float
+) -> ArtifactRef:
     """The dataset that a run trains on: the one that it began with, else `given` (an event's), else prepared now.
 
     Raises BadInput when `given` is no dataset of the environment that the run is for, or another than the run's.
     """
     if given is not None:
         check_dataset(given, config.environment)
-    dataset = run.pinned("dataset", lambda: given or dataset_of(run.store, config, timeout_s))
+    dataset = run.pinned("dataset", lambda: given or dataset_of(run.store, config, model, timeout_s))
     if given is not None and given.digest != dataset.digest:
         raise BadInput(
             f"dataset: run {run.name!r} trains on {dataset.uri}, not on {given.uri}; choose another run name"

@@ -23,7 +23,7 @@ from infra.assets import record_asset
 from infra.events import PolicyCommitted, RunFinished, emit
 from infra.run import Head
 
-TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "outside_seconds")
+TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "rollout_update_tokens_per_s", "outside_seconds")
 PICTURE_EVERY = 5
 """Steps between pictures of the curves."""
 Times = Callable[[str, str], AbstractContextManager[None]]
@@ -190,8 +190,19 @@ def timing_figures(timings: list[Timing]) -> dict[str, Any]:
         "overhead_share": 1 - sum(sum(timing.engine.values()) for timing in timings) / wall,
         "step_seconds": statistics.median(timing.wall for timing in timings),
         "tokens_per_s": statistics.median(timing.tokens / timing.wall for timing in timings),
+        "rollout_update_tokens_per_s": statistics.median(
+            timing.tokens / (timing.stages["rollout"] + timing.stages["update"]) for timing in timings
+        ),
         "outside_seconds": outside,
     }
+
+
+def warm_start_line(update: ArtifactRef) -> str:
+    """What a person is told of a warm start."""
+    metrics = open_artifact(update).metadata["metrics"]
+    return "warm start: {steps:.0f} supervised steps, loss {loss_first:.2f} -> {loss_last:.2f} nats a token".format(
+        **metrics
+    )
 
 
 def committed_step(update: ArtifactRef) -> dict[str, Any]:

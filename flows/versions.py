@@ -58,14 +58,14 @@ def policy_of(session: Session, version: Version) -> ArtifactRef:
         session.started.append(session.trainer)
     with session.progress.waiting(f"making version {version.number} of {version.run.name} again"):
         return publish_policy(
-            version.run.stage("policy", version.number, [version.update]), session.trainer,
-            update=version.update, timeout_s=session.config.timeouts.update_s,
+            version.run.stage("policy", version.number, [version.update]), session.trainer, session.config.sync,
+            update=version.update, parent=None, timeout_s=session.config.timeouts.update_s,
         )  # fmt: skip
 
 
 def updates_of(head: Head) -> list[ArtifactRef]:
-    """The updates that lead to `head`, oldest first: the base, and one a step."""
+    """The updates that lead to `head`, oldest first: the base (after its warm start, if it had one), and one a step."""
     updates = [head.update]
-    while inputs := open_artifact(updates[-1]).manifest.inputs:
+    while (inputs := open_artifact(updates[-1]).manifest.inputs) and inputs[1].kind == "scored":
         updates.append(inputs[0])
     return updates[::-1]

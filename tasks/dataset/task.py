@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from infra.artifacts import ArtifactRef
+from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.stages import stage_task
 from tasks.dataset.config import DatasetConfig
@@ -14,15 +14,20 @@ if TYPE_CHECKING:
 
 
 @stage_task("dataset")
-def prepare_dataset(stage: Stage, config: DatasetConfig) -> ArtifactRef:
+def prepare_dataset(stage: Stage, config: DatasetConfig, model: str | None = None) -> ArtifactRef:
     """Artifact of kind `dataset`: tables train.parquet and heldout.parquet (schema PROMPT).
 
-    Its key is made from the prompts themselves: a file whose content has changed is another dataset under the same
-    settings.
+    `model` is the folder whose tokenizer counts for `max_prompt_tokens`; not needed without that. The artifact's key is
+    made from the prompts themselves: a file whose content has changed is another dataset under the same settings.
     """
-    from tasks.dataset.prepare import prepare
+    from tasks.dataset.prepare import length_in_tokens, prepare
 
-    prepared = prepare(config)
+    length = None
+    if model is not None and config.max_prompt_tokens is not None:
+        from transformers import AutoTokenizer
+
+        length = length_in_tokens(AutoTokenizer.from_pretrained(model))
+    prepared = prepare(config, length)
     content = content_digest(prepared.train, prepared.heldout)
     stage = stage.model_copy(update={"settings": f"{stage.settings}:{content}"})
     if done := stage.committed():
@@ -31,6 +36,19 @@ def prepare_dataset(stage: Stage, config: DatasetConfig) -> ArtifactRef:
     with stage.write("dataset", metadata={"prompts": counts, "dropped": prepared.dropped}) as writer:
         writer.table("train", prepared.train)
         writer.table("heldout", prepared.heldout)
+    return writer.ref
+
+
+@stage_task("demonstrations")
+def commit_demonstrations(stage: Stage, *, dataset: ArtifactRef, settings: dict[str, Any]) -> ArtifactRef:
+    """Artifact of kind `demonstrations`: the train prompts with their environment's solutions, and how to learn from them."""
+    from tasks.dataset.demonstrate import demonstrate
+
+    if done := stage.committed():
+        return done
+    table = demonstrate(open_artifact(dataset).table("train"))
+    with stage.write("demonstrations", metadata={"settings": settings}) as writer:
+        writer.table("demonstrations", table)
     return writer.ref
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra import records
-from infra.errors import BadInput, Transient
+from infra.errors import BadInput
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
     import torch
+    from numpy import ndarray
+
+    from infra.codec.frame import Changes
+    from tasks.rollout.patches import Update
+    from tasks.rollout.slots import Slot
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -36,22 +42,29 @@ class RolloutEngine:
         """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit."""
         self.config = config
         self.version: str | None = None
-        """The policy digest given to the last `apply`; None: the folder's own weights."""
-        self._broken = False
+        """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
+        self._closed = False
         _prepare_environment(config)
         from tasks.rollout.plugin import register
 
         register()
         import vllm
 
-        from tasks.rollout.weights import checkpoint_shapes
+        from tasks.rollout import weights
 
-        self._shapes = checkpoint_shapes(model_dir)
+        self._shapes = weights.checkpoint_shapes(model_dir)
+        self._expert_layers = expert_layers(self._shapes)
         self._routes = config.routes == "auto" and has_experts(model_dir)
         arguments = engine_arguments(model_dir, config, self._routes)
         self._llm = vllm.LLM(**arguments)
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
+        self._slots: dict[str, Slot] = {}
+        self._wider: dict[str, torch.Tensor] = {}
+        if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+            slots = self._llm.collective_rpc(weights.find_slots)[0]
+            if all(name in slots and slots[name].shape == shape for name, shape in self._shapes.items()):
+                self._slots = slots
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def sample(
@@ -137,17 +150,52 @@ class RolloutEngine:
     def apply(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: str) -> None:
         """Take over a full policy in place: checkpoint names, any float dtype (cast to the engine's, per parameter).
 
-        Nothing changes when `tensors` fails half-way or does not fit the model (BadInput names the tensor). KV computed
-        under the old weights is never used again. Should vLLM itself fail while it loads, the engine refuses to sample
-        (Transient) until an `apply` succeeds.
+        Only what differs is written. Nothing has changed when this raises: `tensors` may fail half-way or not fit the
+        model (BadInput names the tensor), and should loading itself fail, the old weights are put back.
         """
-        from tasks.rollout import weights
+        from tasks.rollout import patches, weights
 
         complete = weights.collect(tensors, self._shapes)
-        self._broken, self.version = True, None
-        self._llm.collective_rpc(weights.load, args=(complete,))
+        if not self._slots:
+            self._load(complete)
+            self._changed(version)
+            return
+        self.commit(patches.Update.full(self._slots, complete), version)
+
+    def _load(self, tensors: "list[tuple[str, torch.Tensor]]") -> None:
+        """Through vLLM's loader, which knows every layout."""
+        from tasks.rollout import weights
+
+        faults = self._llm.collective_rpc(weights.load_or_restore, args=(tensors,))
+        fault = next((fault for fault in faults if fault is not None), None)
+        self._llm.collective_rpc(weights.settle, args=(fault is not None,))
+        if fault is not None:
+            raise fault
+
+    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
+        """The bits of a checkpoint tensor as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
+        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        from tasks.rollout.patches import words_of
+
+        return words_of(self._slots[name], self._wider.get(name), dtype) if name in self._slots else None
+
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+        """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
+        from tasks.rollout.patches import Update
+
+        return Update.sparse(self._slots, self._wider, changes)
+
+    def commit(self, update: "Update", version: str) -> None:
+        """Write a prepared update and forget the KV of the old weights. When it raises, the old weights are back."""
+        from tasks.rollout import patches
+
+        patches.write(update.patches)
+        self._wider = update.wider
+        self._changed(version)
+
+    def _changed(self, version: str) -> None:
         self._llm.reset_prefix_cache()
-        self._broken, self.version = False, version
+        self.version = version
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
@@ -173,14 +221,14 @@ class RolloutEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-        self._broken = True
+        self._closed = True
         self._llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
     def _check_usable(self) -> None:
-        if self._broken:
-            raise Transient("the engine's last weight update failed while loading; apply a policy first")
+        if self._closed:
+            raise BadInput("the engine is closed")
 
     def _generate(self, prompts: list[list[int]], params: list[Any], *, fork: bool) -> list[Any]:
         # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.
@@ -235,7 +283,11 @@ class RolloutEngine:
                     "policy_version": self.version or "",
                     "seed": seed,
                     "response_text": text,
-                    **(routes_columns(output.routed_experts, len(ids) + len(response)) if self._routes else {}),
+                    **(
+                        routes_columns(output.routed_experts, len(ids) + len(response), self._expert_layers)
+                        if self._routes
+                        else {}
+                    ),
                 }
             )
         return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
@@ -247,18 +299,33 @@ def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def routes_columns(routes: Any, tokens: int) -> dict[str, Any]:
-    """vLLM's routes [tokens - 1, layers, topk] as `routes*` columns of `tokens` rows; the last token has no route.
+def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
+    """vLLM's routes [tokens - 1, all layers, topk] as the `routes*` columns of `tokens` tokens and `layers` alone.
 
-    Raises RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
+    The last token has no route, and neither has one whose rows vLLM has never written: both are marked. Raises
+    RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
     """
     import numpy as np
 
     if routes is None or len(routes) < tokens - 1:
         raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
-    padded = np.zeros((tokens, *routes.shape[1:]), routes.dtype)
-    padded[: tokens - 1] = routes[: tokens - 1]
-    return records.pack_routes(padded, np.arange(tokens) < tokens - 1)
+    layers = [
+        layer for layer in layers if layer < routes.shape[1]
+    ]  # layers that only predict further tokens lie behind
+    experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
+    experts[: tokens - 1] = routes[: tokens - 1, layers]
+    # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).
+    written = experts.any((1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
+    if tokens > 1 and not written[:-1].any():
+        raise RuntimeError(f"vLLM recorded none of the routes of {tokens - 1} tokens")
+    written[-1] = False
+    return records.pack_routes(records.Routes(experts, written, tuple(layers)))
+
+
+def expert_layers(names: Iterable[str]) -> list[int]:
+    """The numbers of the layers that have routed experts, from a checkpoint's tensor names."""
+    found = (re.search(r"\blayers\.(\d+)\..*\bexperts\b", name) for name in names)
+    return sorted({int(match[1]) for match in found if match})
 
 
 def has_experts(model_dir: str) -> bool:

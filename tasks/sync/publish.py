@@ -1,35 +1,52 @@
 """Trainer side, inside its process: the policy after an update becomes a version in the store."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
 from infra.store import Store
+from tasks.sync.config import SyncConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from infra.mirror import Mirror
+
 
 class PolicySource(Protocol):
     """What publishing needs of a trainer."""
+
+    published: "Mirror | None"
+    """The version that was published last, kept here from one call to the next; None at first."""
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy."""
         ...
 
 
-def publish(trainer: PolicySource, stage: Stage) -> ArtifactRef:
-    """Commit the trainer's policy as full version `stage.step`."""
+def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: ArtifactRef | None) -> ArtifactRef:
+    """Commit the trainer's policy as version `stage.step`: what changed since `parent`, or, without one, all of it.
+
+    Every `config.anchor_every`-th version holds all of it besides.
+    """
     if done := stage.committed():
         return done
-    return policy.write_full(
-        Store.at(stage.store),
-        stage.key,
-        trainer.export(),
-        version=stage.step,
-        step=stage.step,
-        inputs=stage.inputs,
-        config_hash=stage.settings,
-    )
+    store = Store.at(stage.store)
+    options: dict[str, Any] = {
+        "version": stage.step,
+        "step": stage.step,
+        "inputs": stage.inputs,
+        "config_hash": stage.settings,
+    }
+    if parent is None or config.form == "full":
+        base = policy.describe(parent).policy_digest if parent else None
+        return policy.write_full(store, stage.key, trainer.export(), base=base, parent=parent, **options)
+    mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
+    if mirror is None or mirror.ref != parent:
+        mirror = policy.mirror_of(parent)
+    anchor = stage.step % config.anchor_every == 0
+    ref = policy.write_delta(store, stage.key, trainer.export(), mirror, anchor=anchor, **options)
+    trainer.published = mirror
+    return ref

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
+LARGEST = ("ratio_max", "logprob_diff_max")
+"""Of LossSums: the fields of which the largest counts, not the sum."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class LossSums:
     tokens: int = 0
 
     def __add__(self, other: "LossSums") -> "LossSums":
-        combine = {"ratio_max": max, "logprob_diff_max": max}
+        combine = dict.fromkeys(LARGEST, max)
         return LossSums(
             **{
                 field.name: combine.get(field.name, lambda a, b: a + b)(

@@ -1,6 +1,6 @@
 """A Megatron-Core model from a Hugging Face folder, and back, through Megatron-Bridge."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
-from tasks.update.config import ParallelConfig
+from tasks.update.config import ParallelConfig, UpdateConfig
+from tasks.update.precision import weight_dtype
 
 
 @dataclass
@@ -22,51 +23,124 @@ class PolicyModel:
     """megatron.bridge.AutoBridge of the folder."""
     chunks: list[Any]
     """Megatron's list of model chunks (one, without a virtual pipeline), as the schedules take it."""
-    gpt: Any
-    """The GPTModel inside."""
     dtype: torch.dtype
     """Of weights and activations."""
+    folder: str
+    """Where the base model lies."""
     _tasks: Any = field(default=None, repr=False)
+    _exported: dict[str, torch.dtype] = field(default_factory=dict, repr=False)
+
+    @property
+    def gpts(self) -> list[Any]:
+        """The GPTModel inside each chunk."""
+        return [self.gpt_of(chunk) for chunk in self.chunks]
+
+    @staticmethod
+    def gpt_of(chunk: Any) -> Any:
+        """The GPTModel inside a chunk (bf16 models are wrapped)."""
+        return chunk.module if hasattr(chunk, "module") else chunk
+
+    def parameters(self) -> dict[str, Any]:
+        """This process's parameters by Megatron's names, those of further chunks with their number in front."""
+        return self._named(lambda gpt: gpt.named_parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers (a MoE router's correction bias is one), by name as `parameters`."""
+        return self._named(lambda gpt: [(n, b) for n, b in gpt.named_buffers() if n in gpt.state_dict(keep_vars=True)])
+
+    def _named(self, of: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
+        return {
+            f"{index}.{name}" if index else name: value
+            for index, gpt in enumerate(self.gpts)
+            for name, value in of(gpt)
+        }
 
     @property
     def vocabulary(self) -> int:
         """Entries of the vocabulary, without Megatron's padding."""
         return self.chunks[0].config.vocab_size
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), bit for bit. Tensors may be views of the live weights: valid until they change.
+    def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
+        """For each of `parameters()`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
+        folder = checkpoint_dtypes(self.folder)
+        sources = {
+            id(task.param_weight): _hf_names(task) for task in self._conversion() if task.param_weight is not None
+        }
+        for task in self._conversion():  # other processes' too: every one exports all
+            names = _hf_names(task)
+            in_folder = [folder[name] for name in names if name in folder]
+            if in_folder and task.param_weight is None:
+                router = "router" in task.param_name
+                dtype = weight_dtype(choice, torch.float32 if router else self.dtype, in_folder, router)
+                self._exported |= dict.fromkeys(names, dtype)
+        every = list(set(folder.values()))
+        dtypes: dict[str, torch.dtype] = {}
+        for name, parameter in self.parameters().items():
+            names = sources.get(id(parameter), [])
+            in_folder = [folder[hf] for hf in names if hf in folder] or every  # a tied copy is as the rest
+            dtypes[name] = weight_dtype(choice, parameter.dtype, in_folder, "router" in name)
+            self._exported |= dict.fromkeys(names, dtypes[name])
+        return dtypes
 
-        With `dtype`, tensors of the compute dtype are cast to it; those kept in another dtype (fp32 routers) are not.
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), bit for bit: a cast to a parameter's weight dtype loses nothing.
+
+        Tensors may be views of the live weights: valid until they change.
         """
-        if self._tasks is None:  # which Megatron tensors make which HF tensor: the same every time
-            self._tasks = self.bridge.get_conversion_tasks(self.chunks)
         with torch.no_grad(), megatron_cpu.cuda_means_cpu():
             for name, tensor in self.bridge.export_hf_weights(
-                self.chunks, show_progress=False, conversion_tasks=self._tasks
+                self.chunks, show_progress=False, conversion_tasks=self._conversion()
             ):
-                yield name, tensor.to(dtype) if dtype is not None and tensor.dtype == self.dtype else tensor
+                yield name, tensor.to(self._exported.get(name, tensor.dtype))
+
+    def _conversion(self) -> Any:
+        """Which Megatron tensors make which Hugging Face tensor: the same every time."""
+        if self._tasks is None:
+            self._tasks = self.bridge.get_conversion_tasks(self.chunks)
+        return self._tasks
 
 
-def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int) -> PolicyModel:
+def checkpoint_dtypes(folder: str) -> dict[str, torch.dtype]:
+    """{tensor: dtype} of every tensor in a folder's safetensors files."""
+    from safetensors import safe_open
+
+    dtypes: dict[str, torch.dtype] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_slice(name)[:0].dtype for name in file.keys()}
+    return dtypes
+
+
+def _hf_names(task: Any) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())
+
+
+def load_policy(model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: int) -> PolicyModel:
     """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows."""
     if not (Path(model_dir) / "config.json").is_file():
         raise BadInput(f"{model_dir} is no model folder: it has no config.json")
     megatron_cpu.install()
     from megatron.bridge import AutoBridge
 
+    from infra.models.beam.register import register
+
+    register(megatron=True)
     try:
         bridge = AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise BadInput(f"{model_dir}: {error}") from error
+    parallel = config.parallel
     _join_process_groups(parallel, seed)
     provider = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, dtype, parallel)
+    _configure(provider, dtype, config)
     with megatron_cpu.cuda_means_cpu():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
         )
-    gpt = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
-    return PolicyModel(bridge, chunks, gpt, dtype)
+    if parallel.pipeline > 1 and chunks[0].config.share_embeddings_and_output_weights:
+        raise BadInput(f"update.parallel.pipeline {parallel.pipeline}: {model_dir} ties its embeddings; use 1 stage")
+    return PolicyModel(bridge, chunks, dtype, model_dir)
 
 
 def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
@@ -89,15 +163,17 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual,
             expert_model_parallel_size=parallel.expert,
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:
+def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig) -> None:
     """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
-    bf16 = dtype == torch.bfloat16
+    bf16, parallel = dtype == torch.bfloat16, config.parallel
+    experts = bool(getattr(provider, "num_moe_experts", None))
     settings: dict[str, Any] = {
         "bf16": bf16,
         "fp16": False,
@@ -109,10 +185,15 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual,
+        # Without overlap Megatron batches the messages of virtual stages, and two ranks mistake them for each other.
+        "overlap_p2p_comm": parallel.virtual is not None,
+        "batch_p2p_comm": parallel.virtual is None,
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
-        # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it).
-        "variable_seq_lengths": parallel.pipeline > 1,
+        # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it: there, rows
+        # are padded to one length).
+        "variable_seq_lengths": parallel.pipeline > 1 and (torch.cuda.is_available() or not experts),
         # The loss is summed over tokens and already divided by the step's: schedules must not divide it again.
         "calculate_per_token_loss": True,
         # Balancing losses are pretraining's; in RL they would move the router away from the reward's gradient.
@@ -123,12 +204,20 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
         "moe_router_fusion": False,
         "mtp_num_layers": None,
     }
+    if config.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if not torch.cuda.is_available():
         settings |= dict.fromkeys(
             ("gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",
              "persist_layer_norm", "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"), False,
         )  # fmt: skip
-        settings |= {"transformer_layer_spec": _portable_layers, "moe_token_dispatcher_type": "allgather"}
+        settings["moe_token_dispatcher_type"] = "allgather"
+        if hasattr(provider, "core_attention"):  # a family with layers of its own
+            from tasks.update.attention import SegmentAttention
+
+            settings["core_attention"] = SegmentAttention
+        else:
+            settings["transformer_layer_spec"] = _portable_layers
     for name, value in settings.items():
         if hasattr(provider, name):
             setattr(provider, name, value)

@@ -1,8 +1,8 @@
 """The trainer as a resident engine: it follows updates, replaying what it has missed from the store.
 
-An update artifact's inputs are (parent update, scored batch). A trainer that is not where it should be goes back to
-the nearest checkpoint and applies the stored batches again; nothing is generated twice, and on the CPU the rebuilt
-policy is bit-identical to the lost one.
+An update artifact's inputs are (parent update, scored batch), those of a warm start (base, demonstrations). A trainer
+that is not where it should be goes back to the nearest checkpoint and applies the stored batches again; nothing is
+generated twice, and on the CPU the rebuilt policy is bit-identical.
 """
 
 import threading
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.store import Store
-from tasks.update.config import UpdateConfig
+from tasks.update.config import UpdateConfig, WarmStartConfig
+from tasks.update.warm_start import warm_start
 
 if TYPE_CHECKING:
     import torch
+
+    from infra.mirror import Mirror
 
 
 class ResidentTrainer:
@@ -27,16 +30,20 @@ class ResidentTrainer:
         self.store, self.checkpoints = store, checkpoints
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.published: Mirror | None = None
+        """The version that was published last, which the next one's changes are relative to (tasks/sync/publish.py)."""
         self.reset()
 
     def reset(self) -> None:
         """Go back to the base model."""
-        from tasks.update.trainer import Trainer
+        from tasks.update.group import make_trainer
 
         self.finish_saving()
         self.position: str | None = None
-        self.__dict__.pop("trainer", None)  # first: two trainers at once would need twice the memory
-        self.trainer = Trainer(*self._arguments)
+        if old := self.__dict__.pop("trainer", None):  # first: two trainers at once would need twice the memory
+            old.close()
+            del old
+        self.trainer = make_trainer(*self._arguments)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy."""
@@ -87,10 +94,16 @@ class ResidentTrainer:
         return True
 
     def apply(self, scored: ArtifactRef) -> dict[str, float]:
-        """One optimizer step on a stored batch. The position is unknown until the update is committed."""
+        """One optimizer step on a stored batch, or the warm start on stored demonstrations. The position is unknown until
+        the update is committed."""
         self.finish_saving()
         self.position = None
-        return self.trainer.update(open_artifact(scored).table("scored"))
+        artifact = open_artifact(scored)
+        if scored.kind == "demonstrations":
+            model, _, seed = self._arguments
+            settings = WarmStartConfig.model_validate(artifact.metadata["settings"])
+            return warm_start(self.trainer, model, artifact.table("demonstrations"), settings, seed)
+        return self.trainer.update(artifact.table("scored"))
 
 
 def follow(trainer: ResidentTrainer, update: ArtifactRef) -> None:

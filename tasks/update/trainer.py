@@ -1,6 +1,7 @@
 """The policy's trainer: GRPO updates on Megatron-Core, logprobs, export and exact state."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from infra.errors import BadInput
+from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
 from tasks.update.forward import PolicyForward
@@ -17,7 +19,8 @@ from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
 from tasks.update.packing import Microbatch, pack
-from tasks.update.precision import DTYPES, resolve_precision
+from tasks.update.parallel import Ranks
+from tasks.update.precision import resolve_precision
 
 
 class Trainer:
@@ -30,35 +33,91 @@ class Trainer:
         """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
         self.config = config
         self.step = 0
-        self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
+        self.model = load_policy(model_dir, resolve_precision(config.precision), config, seed)
         self.forward = PolicyForward(self.model, config)
-        self.optimizer = MasterAdamW(list(self.model.gpt.named_parameters()), config)
+        parameters = self.model.parameters()
+        dtypes = self.model.weight_dtypes(config.weights)
+        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes)
+        self.ranks = Ranks(parameters)
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef > 0:
-            self._reference = {name: p.detach().clone() for name, p in self.model.gpt.named_parameters()}
+            self._reference = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, batch: pa.Table) -> dict[str, float]:
         """One optimizer step on a SCORED table; the step's metrics (see `_metrics`).
 
         Advantages come with the batch. If this raises (BadInput, NonFiniteUpdate), nothing has changed.
         """
-        samples = read_samples(batch)
+        return self.update_part(self.parts(batch, [self.forward.replay.layers])[0])
+
+    def parts(self, batch: pa.Table, layers: Sequence[Sequence[int]]) -> list[pa.Table]:
+        """What processes with these `layers` need of a SCORED table: routes of their own layers alone (BadInput: see
+        `routes.check`)."""
+        routed = self.forward.replay.model
+        if routed is None or self.config.replay in ("off", "recorded"):
+            return routes.parts(batch, None, layers)
+        if not routes.has_routes(batch):
+            if self.config.replay == "rollout":
+                raise BadInput(
+                    "scored batch: no row has routes, and update.replay is rollout; set rollout.routes to auto"
+                )
+            return routes.parts(batch, None, layers)
+        return routes.parts(batch, routed, layers)
+
+    def update_part(self, batch: pa.Table) -> dict[str, float]:
+        """`update` on this process's part of the batch, in step with the other processes of the trainer."""
+        layers = self.forward.replay.layers if routes.has_routes(batch) else ()
+        samples = read_samples(batch, layers)
         self._check_fit(samples)
         trained = [sample for sample in samples if self._has_gradient(sample)]
         denominator = sum(sample.loss_tokens for sample in samples)
-        microbatches = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
+        packed = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
         lr = self.optimizer.lr(self.step)
+        microbatches = self.forward.deal(packed)
+        if self.config.replay == "recorded" and self.forward.replay.model is not None:
+            microbatches = self.forward.with_recorded_routes(microbatches)
+        sums, grad_norm = self._descend(lambda: self._gradients(microbatches, denominator), lr, bool(packed))
+        self.step += 1
+        return self._metrics(sums, packed, samples, denominator, lr, grad_norm)
+
+    def supervise(self, batches: Sequence[Sequence[tuple[list[int], list[int]]]], lr: float) -> list[float]:
+        """One optimizer step a batch of (prompt ids, response ids): maximum likelihood, each token weighs the same.
+
+        Returns the mean negative log-likelihood of each batch's tokens, in nats. Adam's moments start anew afterwards.
+        """
+        losses = []
+        for batch in batches:
+            samples = [_all_tokens(row, prompt, response) for row, (prompt, response) in enumerate(batch)]
+            self._check_fit(samples)
+            tokens = sum(sample.loss_tokens for sample in samples)
+            microbatches = self.forward.deal(pack(samples, self.config.microbatch_tokens, self.forward.shares_prompts))
+
+            def likelihood(
+                index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor, tokens: int = tokens
+            ) -> LossSums:
+                return LossSums(loss=-logprobs_C.sum() / tokens, tokens=len(logprobs_C))
+
+            run = functools.partial(self.forward.backward, microbatches, likelihood)
+            losses.append(float(self._descend(run, lr, apply=True)[0].loss))
+        self.optimizer.forget()
+        return losses
+
+    def _descend(self, gradients: Callable[[], LossSums], lr: float, apply: bool) -> tuple[LossSums, float]:
+        """One optimizer step with the gradients that `gradients` accumulates; all processes' sums, and the norm."""
+        from tasks.update.balance import balance, forget_load
+
         try:
-            sums = self._gradients(microbatches, denominator)
-            loss, grad_norm = float(sums.loss), self.optimizer.grad_norm()
+            sums = self.ranks.total(gradients())
+            loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
             if not (np.isfinite(loss) and np.isfinite(grad_norm)):
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
-            if microbatches:
+            if apply:
                 self.optimizer.step(lr, grad_norm)
+                balance(self.model.gpts, self.config.router_bias_rate)
         finally:
             self.optimizer.zero_grad()
-        self.step += 1
-        return self._metrics(sums, microbatches, samples, denominator, lr, grad_norm)
+            forget_load(self.model.gpts)
+        return sums, grad_norm
 
     def _has_gradient(self, sample: Sample) -> bool:
         """False where the sample's gradient is exactly zero: no loss token, or advantage 0 and nothing else to pull."""
@@ -72,8 +131,9 @@ class Trainer:
                 raise BadInput(f"scored batch, row {sample.row}: token id {largest} is not in the model's vocabulary")
 
     def _gradients(self, microbatches: list[Microbatch], denominator: int) -> LossSums:
-        """Accumulate the step's gradient; the sums of all its tokens."""
-        references: list[Tensor | None] = [None] * len(microbatches)
+        """Accumulate the step's gradient; the sums of this process's tokens. The reference replays the same routes: the
+        penalty then compares weights, not choices of experts."""
+        references: Sequence[Tensor | None] = [None] * len(microbatches)
         if self._reference is not None:
             with self._reference_weights():
                 references = list(self.forward.logprobs(microbatches, self.config.temperature))
@@ -104,7 +164,7 @@ class Trainer:
     def _reference_weights(self) -> Iterator[None]:
         """Inside, the model computes with the initial weights; nothing is copied."""
         assert self._reference is not None
-        parameters = dict(self.model.gpt.named_parameters())
+        parameters = self.model.parameters()
         current = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -151,37 +211,26 @@ class Trainer:
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Logprob of every token but the first, in nats at temperature 1."""
-        samples = [
-            Sample(
-                row=row,
-                prompt=np.asarray(tokens[:1], dtype=np.int64),
-                response=np.asarray(tokens[1:], dtype=np.int64),
-                logprobs=np.zeros(len(tokens) - 1, dtype=np.float32),
-                mask=np.ones(len(tokens) - 1, dtype=bool),
-                advantage=0.0,
-            )
-            for row, tokens in enumerate(sequences)
-            if len(tokens) > 1
-        ]
+        samples = [_all_tokens(row, tokens[:1], tokens[1:]) for row, tokens in enumerate(sequences) if len(tokens) > 1]
         self._check_fit(samples)
-        results: list[list[float]] = [[] for _ in sequences]
-        microbatches = pack(samples, self.config.microbatch_tokens, share_prompts=False)
-        for microbatch, logprobs_N in zip(microbatches, self.forward.logprobs(microbatches, 1.0), strict=True):
+        results: dict[int, list[float]] = {}
+        microbatches = self.forward.deal(pack(samples, self.config.microbatch_tokens, share_prompts=False))
+        for microbatch, logprobs_N in zip(microbatches, self.forward.logprobs(microbatches, 1.0), strict=False):
             lengths = [sample.loss_tokens for sample in microbatch.samples]
             for sample, logprobs in zip(microbatch.samples, logprobs_N.split(lengths), strict=True):
                 results[sample.row] = logprobs.tolist()
-        return results
+        results = self.ranks.union(results)
+        return [results.get(row, []) for row in range(len(sequences))]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update."""
-        chosen = self.config.export_dtype
-        return self.model.export(None if chosen == "auto" else DTYPES[chosen])
+        return self.model.export()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
         and JSON. The reference policy is not in it: it is the model folder's."""
         tensors = self.optimizer.state()
-        tensors |= {f"buffer.{name}": buffer for name, buffer in self._buffers().items()}
+        tensors |= {f"buffer.{name}": buffer for name, buffer in self.model.buffers().items()}
         tensors["rng"] = torch.get_rng_state()
         return tensors, {"format": 1, "step": self.step, "dtype": str(self.model.dtype)}
 
@@ -189,14 +238,24 @@ class Trainer:
         """Go to a state that `state` gave. Raises, with nothing changed, if it is another model's or precision's."""
         if meta.get("format") != 1 or meta.get("dtype") != str(self.model.dtype):
             raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
-        buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self._buffers().items()}
+        buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self.model.buffers().items()}
         self.optimizer.load_state(tensors)
         for buffer, saved in buffers.values():
             buffer.copy_(saved)
         torch.set_rng_state(tensors["rng"])
         self.step = meta["step"]
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers (a MoE router's correction bias is one)."""
-        persistent = self.model.gpt.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.model.gpt.named_buffers() if name in persistent}
+    def close(self) -> None:
+        """Nothing to end: this trainer is the process itself (see `group.TrainerGroup`)."""
+
+
+def _all_tokens(row: int, prompt: list[int], response: list[int]) -> Sample:
+    """A response of which every token counts."""
+    return Sample(
+        row=row,
+        prompt=np.asarray(prompt, dtype=np.int64),
+        response=np.asarray(response, dtype=np.int64),
+        logprobs=np.zeros(len(response), dtype=np.float32),
+        mask=np.ones(len(response), dtype=bool),
+        advantage=1.0,
+    )

@@ -53,6 +53,7 @@ def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(
     assert set(found) == {
         "prepare/addition", "train/smollm2-cpu", "evaluate/smollm2-cpu", "publish/smollm2-cpu",
         "train/smollm2-gpu", "evaluate/smollm2-gpu", "publish/smollm2-gpu",
+        "train/beam-tiny-cpu", "evaluate/beam-tiny-cpu", "publish/beam-tiny-cpu",
     }  # fmt: skip
     train = found["train/smollm2-cpu"]
     assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
