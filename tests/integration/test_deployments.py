@@ -116,7 +116,7 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
 
     small.until("a step is committed", a_step_is_committed, 240)
     kill_flow(run)
-    return small.wait(run, 300), ArtifactRef.model_validate(event["payload"]["dataset"])
+    return small.wait(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
 
 
 def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Service, trained: tuple):
