@@ -22,6 +22,8 @@ from infra.store import Store
 from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
 from tests.models import write_tiny_llama
 
+pytestmark = pytest.mark.timeout(900)  # the first test that needs a trained run waits for it
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
