@@ -139,6 +139,7 @@ def write_full(
     extra = _own(metadata)
     if mirror is not None:
         mirror.ref = None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -151,7 +152,7 @@ def write_full(
             policy_digest=policy_digest(placed),
         )  # fmt: skip
         _say(writer, what)
-    _settle(mirror, writer.ref, what.policy_digest)
+    _settle(mirror, writer.ref, what)
     return writer.ref
 
 
@@ -183,6 +184,7 @@ def write_delta(
     size = sum(parent.tensor(name).nbytes for name in parent.names)
     extra = _own(metadata)
     ref, parent.ref = parent.ref, None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -220,7 +222,7 @@ def write_delta(
             frames=delta.frames, tensors=infos, policy_digest=policy_digest(infos),
         )  # fmt: skip
         _say(writer, what)
-    _settle(parent, writer.ref, what.policy_digest)
+    _settle(parent, writer.ref, what)
     return writer.ref
 
 
@@ -236,9 +238,9 @@ def _own(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(metadata or {})
 
 
-def _settle(mirror: "Mirror | None", ref: ArtifactRef, digest: str) -> None:
-    """The mirror is the committed version, unless another writer's was, with other weights."""
-    if mirror is not None and describe(ref).policy_digest == digest:
+def _settle(mirror: "Mirror | None", ref: ArtifactRef, what: PolicyVersion | None) -> None:
+    """The mirror is the committed version, unless another writer's was, with other weights or before all was written."""
+    if mirror is not None and what is not None and describe(ref).policy_digest == what.policy_digest:
         mirror.ref = ref
 
 

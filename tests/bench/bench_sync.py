@@ -52,8 +52,8 @@ PAPER_CORES, PAPER_STORE_BYTES_S = 32, 2.5e9
 
 def main() -> dict[str, float]:
     figures: dict[str, float] = {}
-    for dtype in (torch.bfloat16, torch.float32):  # compiles the codec, so that nobody times that
-        _pair({"w": torch.ones(10, dtype=dtype)}, {"w": torch.arange(10).to(dtype)})
+    for dtype in (torch.bfloat16, torch.float32):
+        frame.warm_up(layout_of(dtype))  # compiling is not what is measured
     for profile in PROFILES:
         name = profile.removesuffix("-cpu").replace("-", "_")
         figures |= {f"{name}_{key}": value for key, value in _pairs(_versions(profile), name).items()}
