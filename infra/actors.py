@@ -160,6 +160,7 @@ class Engine:
         names = [self.spec.actor_name(rank) for rank in ranks]
         if all(name in _handles for name in names):
             return [_handles[name] for name in names]
+        start_ray()
         for rank, name in zip(ranks, names, strict=True):
             options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
             actor = ray.remote(Resident).options(
@@ -236,6 +237,8 @@ class Engine:
         """End the engine's processes now; a call after this builds new ones."""
         import ray
 
+        if not ray.is_initialized():
+            return
         for name in map(self.spec.actor_name, range(self.spec.processes)):
             _handles.pop(name, None)
             try:
