@@ -46,6 +46,12 @@ class RolloutEngine:
         self.version: str | None = None
         """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
         self._closed = False
+        self._routes = config.routes == "auto" and has_experts(model_dir)
+        if self._routes and config.pipeline_parallel_size > 1:
+            raise BadInput(
+                f"rollout.pipeline_parallel_size {config.pipeline_parallel_size}: vLLM records no routed experts over "
+                "pipeline stages; use rollout.tensor_parallel_size, or set rollout.routes to off"
+            )
         _prepare_environment(config)
         from tasks.rollout.plugin import register
 
@@ -56,7 +62,6 @@ class RolloutEngine:
 
         self._shapes = weights.checkpoint_shapes(model_dir)
         self._expert_layers = expert_layers(self._shapes)
-        self._routes = config.routes == "auto" and has_experts(model_dir)
         arguments = engine_arguments(model_dir, config, self._routes)
         self._llm = vllm.LLM(**arguments)
         self._forks = "kv_transfer_config" in arguments
