@@ -64,11 +64,12 @@ class UpdateConfig(Config):
     """Skip samples whose advantage is exactly 0 when there is no KL penalty: they have no gradient (exact)."""
 
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; bfloat16 keeps fp32 master weights. auto: bfloat16 where the device has units for
-    it (GPU; CPU with AVX512-BF16 or AMX), else float32, which is several times faster there."""
-    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of exported weights. auto: as the trainer computes with them, so that nothing is rounded between trainer and
-    engine. Tensors that the model keeps in fp32 (routers, correction biases) stay fp32 in any case."""
+    """What forward and backward compute in. auto: bfloat16 where the device has units for it (GPU; CPU with
+    AVX512-BF16 or AMX), else float32, which is several times faster there."""
+    weights: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the policy's weights are, in the trainer, every version and every engine alike; what a step adds below their
+    spacing is kept in fp32 masters. auto: each tensor as the model folder has it. Routers are never rounded below the
+    folder's precision. float32 needs precision float32."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes on a GPU cluster."""
 
@@ -76,9 +77,9 @@ class UpdateConfig(Config):
     def _possible(self) -> "UpdateConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
-        if self.export_dtype == "float32" and self.precision == "bfloat16":
+        if self.weights == "float32" and self.precision == "bfloat16":
             raise ValueError(
-                "export_dtype float32 with precision bfloat16 would serve other weights than those trained with: "
-                "leave export_dtype at auto or bfloat16"
+                "weights float32 with precision bfloat16 would serve other weights than the trainer computes with: "
+                "leave weights at auto or bfloat16"
             )
         return self

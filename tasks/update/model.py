@@ -12,6 +12,7 @@ from torch import Tensor
 from infra.errors import BadInput
 from infra.models import megatron_cpu
 from tasks.update.config import ParallelConfig
+from tasks.update.precision import weight_dtype
 
 
 @dataclass
@@ -26,25 +27,63 @@ class PolicyModel:
     """The GPTModel inside."""
     dtype: torch.dtype
     """Of weights and activations."""
+    folder: str
+    """Where the base model lies."""
     _tasks: Any = field(default=None, repr=False)
+    _exported: dict[str, torch.dtype] = field(default_factory=dict, repr=False)
 
     @property
     def vocabulary(self) -> int:
         """Entries of the vocabulary, without Megatron's padding."""
         return self.chunks[0].config.vocab_size
 
-    def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), bit for bit. Tensors may be views of the live weights: valid until they change.
+    def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
+        """For each parameter of `gpt`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
+        folder = checkpoint_dtypes(self.folder)
+        sources = {
+            id(task.param_weight): _hf_names(task) for task in self._conversion() if task.param_weight is not None
+        }
+        every = list(set(folder.values()))
+        dtypes: dict[str, torch.dtype] = {}
+        for name, parameter in self.gpt.named_parameters():
+            names = sources.get(id(parameter), [])
+            in_folder = [folder[hf] for hf in names if hf in folder] or every  # a tied copy is as the rest
+            dtypes[name] = weight_dtype(choice, parameter.dtype, in_folder, "router" in name)
+            self._exported |= dict.fromkeys(names, dtypes[name])
+        return dtypes
 
-        With `dtype`, tensors of the compute dtype are cast to it; those kept in another dtype (fp32 routers) are not.
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), bit for bit: a cast to a parameter's weight dtype loses nothing.
+
+        Tensors may be views of the live weights: valid until they change.
         """
-        if self._tasks is None:  # which Megatron tensors make which HF tensor: the same every time
-            self._tasks = self.bridge.get_conversion_tasks(self.chunks)
         with torch.no_grad(), megatron_cpu.cuda_means_cpu():
             for name, tensor in self.bridge.export_hf_weights(
-                self.chunks, show_progress=False, conversion_tasks=self._tasks
+                self.chunks, show_progress=False, conversion_tasks=self._conversion()
             ):
-                yield name, tensor.to(dtype) if dtype is not None and tensor.dtype == self.dtype else tensor
+                yield name, tensor.to(self._exported.get(name, tensor.dtype))
+
+    def _conversion(self) -> Any:
+        """Which Megatron tensors make which Hugging Face tensor: the same every time."""
+        if self._tasks is None:
+            self._tasks = self.bridge.get_conversion_tasks(self.chunks)
+        return self._tasks
+
+
+def checkpoint_dtypes(folder: str) -> dict[str, torch.dtype]:
+    """{tensor: dtype} of every tensor in a folder's safetensors files."""
+    from safetensors import safe_open
+
+    dtypes: dict[str, torch.dtype] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_slice(name)[:0].dtype for name in file.keys()}  # noqa: SIM118
+    return dtypes
+
+
+def _hf_names(task: Any) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())
 
 
 def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int) -> PolicyModel:
@@ -66,7 +105,7 @@ def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, se
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
         )
     gpt = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
-    return PolicyModel(bridge, chunks, gpt, dtype)
+    return PolicyModel(bridge, chunks, gpt, dtype, model_dir)
 
 
 def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:

@@ -1,5 +1,7 @@
 """AdamW over fp32 master weights, applied as a whole or not at all."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -13,20 +15,28 @@ class NonFiniteUpdate(RuntimeError):
 class MasterAdamW:
     """torch.optim.AdamW (fused) on fp32 masters of a model's parameters.
 
-    An fp32 parameter is its own master. A bf16 parameter has an fp32 master and an fp32 gradient that microbatches are
-    summed into (as Megatron's main_grad), and is rounded from its master after a step. Moments exist from the start,
-    so a step allocates nothing and its state has the same tensors before and after the first step.
+    A parameter whose weights are fp32 is its own master. Any other has an fp32 master and an fp32 gradient that
+    microbatches are summed into (as Megatron's main_grad), and is rounded from its master after a step: to `weights`'
+    dtype, which may be narrower than the one it computes in. Moments exist from the start, so a step allocates nothing
+    and its state has the same tensors before and after the first step.
     """
 
-    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], config: UpdateConfig):
+    def __init__(
+        self,
+        named_parameters: list[tuple[str, nn.Parameter]],
+        config: UpdateConfig,
+        weights: Mapping[str, torch.dtype] | None = None,
+    ):
+        """`weights`: the dtype of each parameter's values (default: its own dtype)."""
         self.config = config
         self.parameters = dict(named_parameters)
+        self._weights = {name: (weights or {}).get(name, p.dtype) for name, p in named_parameters}
         self.masters: dict[str, Tensor] = {}
         for name, parameter in named_parameters:
-            if parameter.dtype == torch.float32:
+            if self._weights[name] == torch.float32:
                 self.masters[name] = parameter
             else:
-                self.masters[name] = parameter.detach().float().requires_grad_()
+                self.masters[name] = parameter.detach().to(torch.float32, copy=True).requires_grad_()
                 parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
         decayed = [m for m in self.masters.values() if m.dim() > 1]
         others = [m for m in self.masters.values() if m.dim() <= 1]
@@ -40,6 +50,7 @@ class MasterAdamW:
                 "exp_avg": torch.zeros_like(master, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
             }
+        self._round_masters()
 
     def lr(self, step: int) -> float:
         """Learning rate of step `step` (the first is 0): linear warmup, then constant."""
@@ -71,7 +82,7 @@ class MasterAdamW:
     def _round_masters(self) -> None:
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
-                parameter.data.copy_(self.masters[name])
+                parameter.data.copy_(self.masters[name].detach().to(self._weights[name]))
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name; live tensors, valid until the next step."""
@@ -94,7 +105,7 @@ class MasterAdamW:
 
 
 def _add_to(master: Tensor):
-    """A hook that moves a low-precision gradient into its master's fp32 one."""
+    """A hook that moves a parameter's gradient into its master's fp32 one."""
 
     def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Where `precision: auto` is decided."""
+"""Where `precision: auto` and `weights: auto` are decided."""
 
 import torch
 
@@ -18,3 +18,17 @@ def resolve_precision(name: str) -> torch.dtype:
 
 def _cpu_multiplies_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def weight_dtype(choice: str, compute: torch.dtype, in_folder: list[torch.dtype], router: bool) -> torch.dtype:
+    """The dtype of a parameter's values for UpdateConfig.weights.
+
+    `compute`: the dtype that Megatron holds the parameter in; `in_folder`: of the folder's tensors that make it up.
+    A parameter held in bf16 has no other values; one held in fp32 may have those of bf16, which are exact in it.
+    """
+    if compute != torch.float32 or choice == "float32":
+        return compute
+    rounded = bool(in_folder) and all(dtype == torch.bfloat16 for dtype in in_folder)
+    if choice == "bfloat16" and not router:
+        rounded = True
+    return torch.bfloat16 if rounded else torch.float32

@@ -17,7 +17,7 @@ from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
 from tasks.update.packing import Microbatch, pack
-from tasks.update.precision import DTYPES, resolve_precision
+from tasks.update.precision import resolve_precision
 
 
 class Trainer:
@@ -32,7 +32,8 @@ class Trainer:
         self.step = 0
         self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
         self.forward = PolicyForward(self.model, config)
-        self.optimizer = MasterAdamW(list(self.model.gpt.named_parameters()), config)
+        parameters = list(self.model.gpt.named_parameters())
+        self.optimizer = MasterAdamW(parameters, config, self.model.weight_dtypes(config.weights))
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef > 0:
             self._reference = {name: p.detach().clone() for name, p in self.model.gpt.named_parameters()}
@@ -174,8 +175,7 @@ class Trainer:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update."""
-        chosen = self.config.export_dtype
-        return self.model.export(None if chosen == "auto" else DTYPES[chosen])
+        return self.model.export()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)

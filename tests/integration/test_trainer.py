@@ -318,10 +318,27 @@ def test_bf16_keeps_fp32_masters_and_an_fp32_path_to_the_same_loss(folder: Path)
     assert half.update(scored())["loss"] == pytest.approx(full.update(scored())["loss"], rel=0.05, abs=0.02)
 
 
-def test_export_dtype_casts_what_is_served(llama: Path):
-    served = exported(make_trainer(llama, export_dtype="bfloat16"))
-    for name, tensor in exported(make_trainer(llama)).items():
-        assert torch.equal(served[name], tensor.bfloat16()), name
+def test_bf16_weights_are_computed_with_as_they_are_served(llama: Path):
+    trainer = make_trainer(llama, weights="bfloat16", lr=1e-6)
+    for seed in range(2):
+        trainer.update(scored(seed))
+    assert {tensor.dtype for tensor in exported(trainer).values()} == {torch.bfloat16}
+    for name, parameter in trainer.model.gpt.named_parameters():
+        assert torch.equal(parameter, parameter.bfloat16().float()), name
+        master = trainer.optimizer.masters[name]
+        assert torch.equal(parameter, master.bfloat16().float()) and not torch.equal(parameter, master), name
+
+
+def test_weights_are_what_the_folder_has(tmp_path: Path, llama: Path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    model.model.layers[0].mlp.down_proj.float()
+    model.save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path)
+    trainer.update(scored())
+    wide = {name for name, tensor in exported(trainer).items() if tensor.dtype == torch.float32}
+    assert wide == {"model.layers.0.mlp.down_proj.weight"}
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_row(llama: Path):

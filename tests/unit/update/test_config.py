@@ -17,7 +17,7 @@ from tasks.update.precision import resolve_precision
         ({"clip_eps_low": 1.0}, "clip_eps_low"),
         ({"kl_estimator": "k4"}, "kl_estimator"),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
-        ({"precision": "bfloat16", "export_dtype": "float32"}, "leave export_dtype at auto or bfloat16"),
+        ({"precision": "bfloat16", "weights": "float32"}, "leave weights at auto or bfloat16"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message):

@@ -59,6 +59,17 @@ def test_bf16_weights_learn_from_steps_smaller_than_their_spacing():
     assert p.item() == torch.tensor(1 - 8e-3).bfloat16().item()
 
 
+def test_bf16_weights_in_an_fp32_parameter_are_rounded_and_their_gradients_are_not():
+    p = parameter(1.001)
+    optimizer = MasterAdamW([("p", p)], UpdateConfig(lr=1e-3), {"p": torch.bfloat16})
+    assert (p.item(), optimizer.masters["p"].item()) == (1.0, pytest.approx(1.001))
+    backward(p, 1 / 3)
+    backward(p, 1 / 3)
+    assert optimizer.grad_norm() == pytest.approx(2 / 3, rel=1e-6)
+    optimizer.step(1e-3, optimizer.grad_norm())
+    assert (p.item(), optimizer.masters["p"].item()) == (1.0, pytest.approx(1.0, abs=1e-6))
+
+
 def test_bf16_gradients_of_microbatches_are_summed_in_fp32():
     p = parameter(0.0, torch.bfloat16)
     optimizer = MasterAdamW([("p", p)], UpdateConfig())
