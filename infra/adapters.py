@@ -100,7 +100,9 @@ def check_fits(tensors: Mapping[str, "Tensor"], shapes: Mapping[str, tuple[int, 
         if expected is None:
             raise BadInput(f"adapter of {module}: the model has no such module")
         if (b.shape[0], a.shape[1]) != tuple(expected):
-            raise BadInput(f"adapter of {module}: it is for a weight {[b.shape[0], a.shape[1]]}, the model's is {list(expected)}")
+            raise BadInput(
+                f"adapter of {module}: it is for a weight {[b.shape[0], a.shape[1]]}, the model's is {list(expected)}"
+            )
         if a.shape[0] > engine_rank:
             raise BadInput(
                 f"adapter of {module}: rank {a.shape[0]}, but the engine was started for rank {engine_rank}; "

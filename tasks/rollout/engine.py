@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra import records
+from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput, Transient
+from tasks.rollout import adapter
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def load_engine(model: str, config: dict[str, Any]) -> "RolloutEngine":
+def load_engine(model: str, config: dict[str, Any], lora: dict[str, Any] | None = None) -> "RolloutEngine":
     """A RolloutEngine from JSON settings."""
-    return RolloutEngine(model, RolloutConfig.model_validate(config))
+    adapter = None if lora is None else LoraConfig.model_validate(lora)
+    return RolloutEngine(model, RolloutConfig.model_validate(config), adapter)
 
 
 class RolloutEngine:
@@ -32,13 +35,18 @@ class RolloutEngine:
     machine alone, not on calls before it nor on how the weights came in.
     """
 
-    def __init__(self, model_dir: str, config: RolloutConfig):
-        """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit."""
-        self.config = config
+    def __init__(self, model_dir: str, config: RolloutConfig, lora: LoraConfig | None = None):
+        """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit.
+
+        With `lora` the folder's weights stay as they are and policies are adapters (`apply_adapter`).
+        """
+        self.config, self.lora = config, lora
         self.version: str | None = None
         """The policy digest given to the last `apply`; None: the folder's own weights."""
         self._broken = False
         _prepare_environment(config)
+        if lora is not None:
+            adapter.prepare_environment(config.tensor_parallel_size)
         from tasks.rollout.plugin import register
 
         register()
@@ -48,7 +56,10 @@ class RolloutEngine:
 
         self._shapes = checkpoint_shapes(model_dir)
         self._routes = config.routes == "auto" and has_experts(model_dir)
+        self._lora_request: Any = None
         arguments = engine_arguments(model_dir, config, self._routes)
+        if lora is not None:
+            arguments = adapter.engine_arguments(lora, has_experts(model_dir)) | arguments
         self._llm = vllm.LLM(**arguments)
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
@@ -143,10 +154,27 @@ class RolloutEngine:
         """
         from tasks.rollout import weights
 
+        if self.lora is not None:
+            raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
         complete = weights.collect(tensors, self._shapes)
         self._broken, self.version = True, None
         self._llm.collective_rpc(weights.load, args=(complete,))
         self._llm.reset_prefix_cache()
+        self._broken, self.version = False, version
+
+    def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
+        """Take over an adapter in place of the last one: PEFT's names and 2-D layout, and its adapter_config.json.
+
+        Nothing changes when it does not fit (BadInput names the module). KV computed under the old adapter is never
+        used again; a failure inside vLLM leaves the engine refusing to sample, as with `apply`.
+        """
+        if self.lora is None:
+            raise BadInput("the engine was started without an adapter: set policy: lora in the profile")
+        check_fits(tensors, self._shapes, self.lora.engine_rank)
+        self._broken, self.version = True, None
+        self._llm.collective_rpc(adapter.load, args=(tensors, config))
+        self._llm.reset_prefix_cache()
+        self._lora_request = adapter.request()
         self._broken, self.version = False, version
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -187,7 +215,7 @@ class RolloutEngine:
         self._llm.reset_prefix_cache()
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         if not (fork and self._forks):
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
         # Each prompt is computed once, by its first sample; the others fork from it a step later (see fork.py).
         first: dict[tuple[int, ...], int] = {}
         for index, ids in enumerate(prompts):
@@ -197,7 +225,12 @@ class RolloutEngine:
         done: list[Any] = []
         for wave in (sorted(leaders), followers):
             if wave:
-                self._llm.enqueue([inputs[i] for i in wave], [params[i] for i in wave], use_tqdm=False)
+                self._llm.enqueue(
+                    [inputs[i] for i in wave],
+                    [params[i] for i in wave],
+                    use_tqdm=False,
+                    lora_request=self._lora_request,
+                )
                 done += [output for output in self._llm.llm_engine.step() if output.finished]
         done += self._llm.wait_for_completion(use_tqdm=False)
         done.sort(key=lambda output: int(output.request_id))  # the order of the waves

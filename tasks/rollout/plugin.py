@@ -11,6 +11,7 @@ def register() -> None:
     vllm_plugin.register()
     weights.keep_explicit_lm_head()
     if current_platform.is_cpu():
-        from tasks.rollout import cpu
+        from tasks.rollout import cpu, lora_cpu
 
         cpu.install()
+        lora_cpu.install()

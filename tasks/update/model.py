@@ -77,7 +77,7 @@ def checkpoint_dtypes(folder: str) -> dict[str, torch.dtype]:
     dtypes: dict[str, torch.dtype] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            dtypes |= {name: file.get_slice(name)[:0].dtype for name in file.keys()}  # noqa: SIM118
+            dtypes |= {name: file.get_slice(name)[:0].dtype for name in file.keys()}
     return dtypes
 
 

@@ -9,10 +9,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from infra.adapters import LoraConfig
 from infra.errors import BadInput
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
+from tasks.update.corrections import kept_sequences
 from tasks.update.forward import PolicyForward
+from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
@@ -26,16 +29,21 @@ class Trainer:
     step: int
     """Updates made, those without anything to train on included."""
 
-    def __init__(self, model_dir: str, config: UpdateConfig, seed: int):
-        """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
+    def __init__(self, model_dir: str, config: UpdateConfig, seed: int, lora: LoraConfig | None = None):
+        """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's.
+
+        With `lora` only an adapter is trained, and is all that the state has.
+        """
         self.config = config
         self.step = 0
         self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
         self.forward = PolicyForward(self.model, config)
-        parameters = list(self.model.gpt.named_parameters())
+        self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
+        parameters = [(name, p) for name, p in self.model.gpt.named_parameters() if p.requires_grad]
         self.optimizer = MasterAdamW(parameters, config, self.model.weight_dtypes(config.weights))
+        self._masked_sequences = 0  # of the last step
         self._reference: dict[str, Tensor] | None = None
-        if config.kl_coef > 0:
+        if config.kl_coef > 0 and self.adapter is None:
             self._reference = {name: p.detach().clone() for name, p in self.model.gpt.named_parameters()}
 
     def update(self, batch: pa.Table) -> dict[str, float]:
@@ -75,7 +83,7 @@ class Trainer:
     def _gradients(self, microbatches: list[Microbatch], denominator: int) -> LossSums:
         """Accumulate the step's gradient; the sums of all its tokens."""
         references: list[Tensor | None] = [None] * len(microbatches)
-        if self._reference is not None:
+        if self.config.kl_coef > 0:
             with self._reference_weights():
                 references = list(self.forward.logprobs(microbatches, self.config.temperature))
         config = LossConfig(
@@ -83,8 +91,10 @@ class Trainer:
             clip_eps_high=self.config.clip_eps_high,
             kl_coef=self.config.kl_coef,
             kl_estimator=self.config.kl_estimator,
+            correction=self.config.correction,
             denominator=denominator,
         )
+        kept, self._masked_sequences = self._kept_tokens(microbatches)
 
         def chunk_loss(index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
             microbatch, reference_N = microbatches[index], references[index]
@@ -95,15 +105,37 @@ class Trainer:
                     advantages=microbatch.advantages_N[at].to(logprobs_C.device),
                     entropy=entropy_C,
                     reference_logprobs=None if reference_N is None else reference_N[at],
+                    kept=None if kept is None else kept[index][at],
                 ),
                 config,
             )
 
         return self.forward.backward(microbatches, chunk_loss)
 
+    def _kept_tokens(self, microbatches: list[Microbatch]) -> tuple[list[Tensor] | None, int]:
+        """With a sequence mask: for each microbatch 1 for loss tokens of responses that count, else 0, float32 [N];
+        and how many responses do not count."""
+        if self.config.correction.sequences == "none":
+            return None, 0
+        kept, dropped = [], 0
+        logprobs = self.forward.logprobs(microbatches, self.config.temperature)
+        for microbatch, logprobs_N in zip(microbatches, logprobs, strict=True):
+            lengths = [sample.loss_tokens for sample in microbatch.samples]
+            difference_N = logprobs_N - microbatch.rollout_logprobs_N.to(logprobs_N.device)
+            counts = kept_sequences(difference_N.split(lengths), self.config.correction)
+            dropped += counts.count(False)
+            kept.append(
+                torch.repeat_interleave(torch.tensor(counts).float(), torch.tensor(lengths)).to(logprobs_N.device)
+            )
+        return kept, dropped
+
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Inside, the model computes with the initial weights; nothing is copied."""
+        if self.adapter is not None:
+            with self.adapter.disabled():
+                yield
+            return
         assert self._reference is not None
         parameters = dict(self.model.gpt.named_parameters())
         current = {name: parameter.data for name, parameter in parameters.items()}
@@ -142,6 +174,10 @@ class Trainer:
             "ratio_mean": sums.ratio / tokens,
             "ratio_max": sums.ratio_max,
             "k3_mean": sums.k3 / tokens,
+            "correction_weight_mean": sums.weight / tokens if sums.tokens else 1.0,
+            "truncated_fraction": sums.truncated / tokens,
+            "masked_fraction": sums.masked / tokens,
+            "masked_sequences": float(self._masked_sequences),
             "logprob_diff_max": sums.logprob_diff_max,
             "loss_tokens": float(denominator),
             "model_tokens": float(sum(len(microbatch.tokens_S) for microbatch in microbatches)),
