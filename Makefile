@@ -22,10 +22,13 @@ quickstart: $(VENV)/.installed-$(EXTRA)  ## train SmolLM2 to add; the same comma
 	@$(PY) -m flows train $(PROFILE) run=$(RUN) $(SET)
 
 # vLLM, Megatron and Ray each own a process: every integration file gets one, so that none meets another's leftovers.
-TESTS ?= tests/unit $(sort $(wildcard tests/integration/test_*.py tests/integration/*/test_*.py))
+# Two run at a time, the longest first; a file's output is shown when it ends.
+TESTS ?= $(shell ls -S tests/integration/test_*.py tests/integration/*/test_*.py) tests/unit
+JOBS ?= 2
 
-test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some
-	@status=0; for tests in $(TESTS); do echo "== $$tests"; $(PY) -m pytest $$tests || status=1; done; exit $$status
+test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some, JOBS=1 one after another
+	@printf '%s\n' $(TESTS) | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I {} bash -c \
+	  'output=$$($(PY) -m pytest {} 2>&1); status=$$?; printf "== %s\n%s\n" {} "$$output"; exit $$status'
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)

@@ -23,7 +23,7 @@ def evaluate(config: TrainConfig) -> dict[str, float]:
     if head is None:
         raise BadInput(f"run: {config.run!r} has no committed policy in {config.store}; train it first")
     with open_session(config, config.run) as session:
-        dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset))
+        dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset, session.model))
         session.started.append(session.rollout_engine)
         with session.progress.waiting("loading vLLM"):
             Engine(session.rollout_engine).load(config.timeouts.load_s)

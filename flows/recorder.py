@@ -14,7 +14,7 @@ from flows.session import Session
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Head
 
-TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "outside_seconds")
+TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "rollout_update_tokens_per_s", "outside_seconds")
 Times = Callable[[str, str], AbstractContextManager[None]]
 
 
@@ -147,6 +147,9 @@ def timing_figures(timings: list[Timing]) -> dict[str, Any]:
         "overhead_share": 1 - sum(sum(timing.engine.values()) for timing in timings) / wall,
         "step_seconds": statistics.median(timing.wall for timing in timings),
         "tokens_per_s": statistics.median(timing.tokens / timing.wall for timing in timings),
+        "rollout_update_tokens_per_s": statistics.median(
+            timing.tokens / (timing.stages["rollout"] + timing.stages["update"]) for timing in timings
+        ),
         "outside_seconds": outside,
     }
 

@@ -46,7 +46,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Returns the run's report (also report.json in the run's folder).
     """
     with open_session(config, config.run or f"train-{str(flow_run.id)[:8]}") as session:
-        dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset))
+        dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset, session.model))
         session.load_engines()
         base = first_version(session)
         head = session.run.head() or session.run.advance(None, base)

@@ -31,10 +31,12 @@ class Prepared:
 def prepare(config: DatasetConfig, tokenized_length: Length | None = None) -> Prepared:
     """Read the source and make the train and held-out tables; the same settings and data give the same tables.
 
-    tokenized_length counts a prompt's tokens (see `length_in_tokens`); with it and max_prompt_tokens, longer prompts are
+    tokenized_length counts a prompt's tokens (see `length_in_tokens`); max_prompt_tokens needs it, and longer prompts are
     dropped and counted. Raises BadInput that names file, row and column for a malformed row, and for a split without
     prompts.
     """
+    if config.max_prompt_tokens is not None and tokenized_length is None:
+        raise BadInput("dataset.max_prompt_tokens counts a model's tokens: name the model, or leave the setting out")
     environment = load_environment(config.environment, **config.environment_args)
     dropped: Counter[str] = Counter(duplicate=0, too_long=0, also_heldout=0)
     train = _read(config, environment, "train", tokenized_length, dropped)

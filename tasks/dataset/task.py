@@ -14,15 +14,20 @@ if TYPE_CHECKING:
 
 
 @stage_task("dataset")
-def prepare_dataset(stage: Stage, config: DatasetConfig) -> ArtifactRef:
+def prepare_dataset(stage: Stage, config: DatasetConfig, model: str | None = None) -> ArtifactRef:
     """Artifact of kind `dataset`: tables train.parquet and heldout.parquet (schema PROMPT).
 
-    Its key is made from the prompts themselves: a file whose content has changed is another dataset under the same
-    settings.
+    `model` is the folder whose tokenizer counts for `max_prompt_tokens`; not needed without that. The artifact's key is
+    made from the prompts themselves: a file whose content has changed is another dataset under the same settings.
     """
-    from tasks.dataset.prepare import prepare
+    from tasks.dataset.prepare import length_in_tokens, prepare
 
-    prepared = prepare(config)
+    length = None
+    if model is not None and config.max_prompt_tokens is not None:
+        from transformers import AutoTokenizer
+
+        length = length_in_tokens(AutoTokenizer.from_pretrained(model))
+    prepared = prepare(config, length)
     content = content_digest(prepared.train, prepared.heldout)
     stage = stage.model_copy(update={"settings": f"{stage.settings}:{content}"})
     if done := stage.committed():

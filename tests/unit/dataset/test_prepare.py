@@ -158,6 +158,8 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path):
     prepared = prepare(config, tokenized_length=lambda prompt: len(json.loads(prompt.messages)[0]["content"].split()))
     assert prepared.train.num_rows == 2
     assert prepared.dropped["too_long"] == 1
+    with pytest.raises(BadInput, match="max_prompt_tokens counts a model's tokens: name the model"):
+        prepare(config)
 
 
 @pytest.mark.parametrize(
