@@ -2,13 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from infra.adapters import LoraConfig, check_targets
 from infra.config import Config
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, quantized_names
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
@@ -75,6 +77,15 @@ class TrainConfig(Config):
     """Root of the artifact store: a folder or any fsspec URL such as s3://bucket/prefix."""
     model: str = "smollm2"
     """The model: a name of the catalog or a Hugging Face folder."""
+    policy: Literal["full", "lora"] = "full"
+    """What is trained and served: the whole policy, or a LoRA adapter of it (settings in `lora`)."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter of policy: lora."""
+    precision: Literal["bf16", "mxfp8"] = "bf16"
+    """bf16: as `update.precision` and `update.weights` say in the trainer, `rollout.dtype` in the engine. mxfp8: linear layers
+    and experts multiply in MXFP8 in both (settings in `mxfp8`)."""
+    mxfp8: Mxfp8Config = Mxfp8Config()
+    """The details of precision: mxfp8."""
     steps: int = Field(40, ge=1)
     """Optimizer steps. More steps than a finished run has continue it."""
     checkpoint_every: int = Field(10, ge=1)
@@ -107,7 +118,37 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
+        on_gpu = bool(self.resources.rollout_gpus and self.resources.update_gpus)
+        if self.precision == "mxfp8" and not on_gpu and not self.mxfp8.emulation:
+            raise ValueError(
+                "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true, or "
+                "resources.rollout_gpus and resources.update_gpus"
+            )
+        if self.policy == "lora" and self.lora.experts == "shared_outer" and not on_gpu:
+            raise ValueError("lora.experts shared_outer needs Megatron's grouped experts, which need a GPU: use each")
         return self
+
+    @property
+    def trained_lora(self) -> LoraConfig | None:
+        """The adapter's settings, when one is trained."""
+        return self.lora if self.policy == "lora" else None
+
+    @property
+    def used_mxfp8(self) -> Mxfp8Config | None:
+        """MXFP8's settings, when it is used."""
+        return self.mxfp8 if self.precision == "mxfp8" else None
+
+    def check_model(self, folder: Path) -> None:
+        """BadInput when `lora` or `mxfp8` do not fit the model: read off its folder, before anything starts."""
+        from infra.tensors import checkpoint_shapes
+
+        if self.trained_lora is None and self.used_mxfp8 is None:
+            return
+        shapes = checkpoint_shapes(str(folder))
+        if self.trained_lora is not None:
+            check_targets(self.trained_lora, shapes)
+        if self.used_mxfp8 is not None:
+            quantized_names(shapes, self.used_mxfp8)
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""

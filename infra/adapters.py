@@ -54,6 +54,50 @@ class LoraConfig(Config):
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
 
+MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_gate": ("gate_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's modules and the checkpoint's projections in them; linear_gate is an attention's."""
+
+
+def megatron_names(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Megatron's names of the modules that may have an adapter, of a checkpoint's tensors; grouped and single experts."""
+    kinds = {"self_attn": ("linear_qkv", "linear_gate", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+    names: set[str] = set()
+    for name in shapes:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(self_attn|mlp)\.(?:(experts)\.(\d+)\.)?(\w+_proj)\.weight", name)
+        if match is None:
+            continue
+        layer, kind, is_expert, expert, projection = match.groups()
+        for module in kinds[kind]:
+            if projection not in MODULES[module]:
+                continue
+            path = f"decoder.layers.{layer}." + {"self_attn": "self_attention", "mlp": "mlp"}[kind]
+            names.add(f"{path}.experts.local_experts.{expert}.{module}" if is_expert else f"{path}.{module}")
+            if is_expert:
+                names.add(f"{path}.experts.{module}")
+    return names
+
+
+def check_targets(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """BadInput that names a target which matches nothing in the model of this checkpoint, and what it has."""
+    names = megatron_names(shapes)
+    for target in config.targets:
+        if not any(matches(target, name) for name in names):
+            kinds = sorted({name.rpartition(".")[2] for name in names})
+            raise BadInput(f"lora.targets: {target!r} matches no module of the model; it has {', '.join(kinds)}")
+
+
+def matches(target: str, name: str) -> bool:
+    """Whether a target names the module: by its last part, or as a pattern in which * stands for anything."""
+    pattern = ".*".join(re.escape(part) for part in target.split("*"))
+    return name.rpartition(".")[2] == target or re.fullmatch(pattern, name) is not None
+
+
 def peft_config(config: LoraConfig, names: Iterable[str], base: str = "") -> dict[str, Any]:
     """adapter_config.json for tensors of these names (2-D layout), as PEFT, transformers and vLLM read it."""
     modules = sorted({module_of(name).rpartition(".")[2] for name in names})

@@ -146,9 +146,7 @@ def _check_fused(names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None
                 )
 
 
-def quantize_tensors(
-    tensors: "Iterable[tuple[str, Tensor]]", names: Iterable[str]
-) -> "Iterator[tuple[str, Tensor]]":
+def quantize_tensors(tensors: "Iterable[tuple[str, Tensor]]", names: Iterable[str]) -> "Iterator[tuple[str, Tensor]]":
     """A policy's tensors with those of `names` as elements and scales: what a version holds."""
     chosen = set(names)
     for name, tensor in tensors:

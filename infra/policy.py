@@ -38,16 +38,19 @@ class PolicyVersion(Frozen):
 
     version: int
     """Counts the run's versions; 0 is the model that the run started from."""
-    form: Literal["full"]
-    """full: every tensor is in this artifact."""
+    form: Literal["full", "adapter"]
+    """full: every tensor is in this artifact. adapter: a low-rank update's tensors, all in this artifact, that go with the
+    run's base model."""
     step: int
     """Optimizer steps applied."""
     base: str | None = None
     """Policy digest of the version that this one was trained from; None for the first."""
     tensors: dict[str, TensorInfo]
-    """By name, those of the Hugging Face checkpoint."""
+    """By name, those of the Hugging Face checkpoint; PEFT's, for an adapter."""
     policy_digest: str
     """`policy_digest(tensors)`."""
+    adapter_config: dict[str, Any] | None = None
+    """Of an adapter: PEFT's adapter_config.json."""
 
 
 def tensor_digest(tensor: "Tensor") -> str:
@@ -80,8 +83,11 @@ def write_full(
     metadata: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     shard_bytes: int | None = None,
+    adapter_config: dict[str, Any] | None = None,
 ) -> ArtifactRef:
     """Write every tensor (checkpoint names, each in its serving dtype) as the version `key`.
+
+    With `adapter_config` the tensors are an adapter's (infra/adapters.py).
 
     `metadata` adds facts beside PolicyVersion's. Holds one shard at a time: see ArtifactWriter.tensors.
     """
@@ -103,8 +109,9 @@ def write_full(
             raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
         placed = {name: info.model_copy(update={"file": files[name]}) for name, info in infos.items()}
         what = PolicyVersion(
-            version=version, form="full", step=step, base=base, tensors=placed, policy_digest=policy_digest(placed)
-        )
+            version=version, form="full" if adapter_config is None else "adapter", step=step, base=base, tensors=placed,
+            policy_digest=policy_digest(placed), adapter_config=adapter_config,
+        )  # fmt: skip
         writer.metadata.update(what.model_dump(mode="json"))
     return writer.ref
 

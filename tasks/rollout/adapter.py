@@ -8,19 +8,10 @@ from typing import Any
 
 import torch
 
-from infra.adapters import LoraConfig
+from infra.adapters import MODULES, LoraConfig
 
 NAME, ID = "policy", 1
 """Every version of the adapter has this name and id: vLLM never holds two."""
-
-_MODULES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_gate": ("gate_proj",),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""Megatron's modules and the projections in them that vLLM is told of."""
 
 
 def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
@@ -48,10 +39,10 @@ def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
 
 def _of_target(target: str) -> tuple[str, ...]:
     leaf = target.rpartition(".")[2]
-    return _MODULES.get(leaf) or tuple(module for modules in _MODULES.values() for module in modules)
+    return MODULES.get(leaf) or tuple(module for modules in MODULES.values() for module in modules)
 
 
-def prepare_environment(tensor_parallel_size: int) -> None:
+def prepare_environment() -> None:
     """Before vLLM is imported: an engine with an adapter runs our Beam (vLLM's own takes none), and on a GPU overlaps
     the adapter's small products with the layer's on a second stream. What the user has set stays."""
     os.environ.setdefault("BEAM_VLLM", "portable")

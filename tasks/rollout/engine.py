@@ -13,7 +13,9 @@ import pyarrow as pa
 from infra import records
 from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput, Transient
+from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
 from tasks.rollout import adapter
+from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -22,10 +24,16 @@ if TYPE_CHECKING:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def load_engine(model: str, config: dict[str, Any], lora: dict[str, Any] | None = None) -> "RolloutEngine":
+def load_engine(
+    model: str, config: dict[str, Any], lora: dict[str, Any] | None = None, mxfp8: dict[str, Any] | None = None
+) -> "RolloutEngine":
     """A RolloutEngine from JSON settings."""
-    adapter = None if lora is None else LoraConfig.model_validate(lora)
-    return RolloutEngine(model, RolloutConfig.model_validate(config), adapter)
+    return RolloutEngine(
+        model,
+        RolloutConfig.model_validate(config),
+        None if lora is None else LoraConfig.model_validate(lora),
+        None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
+    )
 
 
 class RolloutEngine:
@@ -35,24 +43,33 @@ class RolloutEngine:
     machine alone, not on calls before it nor on how the weights came in.
     """
 
-    def __init__(self, model_dir: str, config: RolloutConfig, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model_dir: str,
+        config: RolloutConfig,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
         """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit.
 
-        With `lora` the folder's weights stay as they are and policies are adapters (`apply_adapter`).
+        With `lora` the folder's weights stay as they are and policies are adapters (`apply_adapter`). With `mxfp8` linear
+        layers and experts multiply in it, and policies hold elements and scales.
         """
-        self.config, self.lora = config, lora
+        self.config, self.lora, self.mxfp8 = config, lora, mxfp8
         self.version: str | None = None
         """The policy digest given to the last `apply`; None: the folder's own weights."""
         self._broken = False
         _prepare_environment(config)
         if lora is not None:
-            adapter.prepare_environment(config.tensor_parallel_size)
+            adapter.prepare_environment()
+        if mxfp8 is not None:
+            microscaling.prepare_environment(mxfp8)
         from tasks.rollout.plugin import register
 
         register()
         import vllm
 
-        from tasks.rollout.weights import checkpoint_shapes
+        from infra.tensors import checkpoint_shapes
 
         self._shapes = checkpoint_shapes(model_dir)
         self._routes = config.routes == "auto" and has_experts(model_dir)
@@ -60,7 +77,13 @@ class RolloutEngine:
         arguments = engine_arguments(model_dir, config, self._routes)
         if lora is not None:
             arguments = adapter.engine_arguments(lora, has_experts(model_dir)) | arguments
+        names = set[str]()
+        if mxfp8 is not None:
+            names = set(quantized_names(self._shapes, mxfp8))
+            arguments = microscaling.engine_arguments(mxfp8) | arguments
         self._llm = vllm.LLM(**arguments)
+        if mxfp8 is not None and mxfp8.emulation:
+            self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
@@ -156,7 +179,8 @@ class RolloutEngine:
 
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
-        complete = weights.collect(tensors, self._shapes)
+        numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
+        complete = weights.collect(numbers, self._shapes)
         self._broken, self.version = True, None
         self._llm.collective_rpc(weights.load, args=(complete,))
         self._llm.reset_prefix_cache()

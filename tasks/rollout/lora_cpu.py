@@ -68,7 +68,7 @@ def install() -> None:
     from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from tasks.rollout import lora_experts_cpu
+    from tasks.rollout import experts_cpu
 
     if BaseLinearLayerWithLoRA._apply_lora_to_output is _apply_lora_to_output:
         return
@@ -79,7 +79,7 @@ def install() -> None:
     for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
         layer.set_lora = _stacking(layer.set_lora)
         layer.reset_lora = _unstacking(layer.reset_lora)
-    lora_experts_cpu.install()
+    experts_cpu.install()
 
 
 class _Stock:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.adapters import PREFIX, LoraConfig
+from infra.adapters import PREFIX, LoraConfig, matches
 from infra.errors import BadInput
 from infra.models import megatron_cpu
 from tasks.update.model import PolicyModel
@@ -36,9 +36,8 @@ class PolicyAdapter:
         )
         with megatron_cpu.cuda_means_cpu():
             self._lora(model.chunks, training=True)
-        unmatched = sorted(
-            set(config.targets) - {t for t, found in _matches(self._lora, model.chunks).items() if found}
-        )
+        modules = [name for chunk in model.chunks for name, _ in chunk.named_modules()]
+        unmatched = [target for target in config.targets if not any(matches(target, name) for name in modules)]
         if unmatched:
             raise BadInput(f"lora.targets: {unmatched[0]!r} matches no module of {model.folder}")
 
@@ -58,16 +57,3 @@ class PolicyAdapter:
                 PREFIX + name: tensor.clone()
                 for name, tensor in self.model.bridge.export_adapter_weights(self.model.chunks, show_progress=False)
             }
-
-
-def _matches(lora: Any, chunks: list[Any]) -> dict[str, set[str]]:
-    """Each target's modules, by the same rule as Megatron-Bridge's."""
-    from megatron.bridge.peft.utils import wildcard_match
-
-    found: dict[str, set[str]] = {target: set() for target in lora.target_modules}
-    for chunk in chunks:
-        for name, _ in chunk.named_modules():
-            for target in lora.target_modules:
-                if name.rpartition(".")[2] == target or wildcard_match(target, name):
-                    found[target].add(name)
-    return found

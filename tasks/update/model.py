@@ -33,6 +33,15 @@ class PolicyModel:
     _exported: dict[str, torch.dtype] = field(default_factory=dict, repr=False)
 
     @property
+    def gpts(self) -> list[Any]:
+        """The GPTModel inside each chunk."""
+        return [chunk.module if hasattr(chunk, "module") else chunk for chunk in self.chunks]
+
+    def weight_sources(self) -> list[tuple[Tensor, list[str]]]:
+        """This process's weights, each with the names of the checkpoint tensors that make it up."""
+        return [(task.param_weight, _hf_names(task)) for task in self._conversion() if task.param_weight is not None]
+
+    @property
     def vocabulary(self) -> int:
         """Entries of the vocabulary, without Megatron's padding."""
         return self.chunks[0].config.vocab_size
@@ -40,9 +49,7 @@ class PolicyModel:
     def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
         """For each parameter of `gpt`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
         folder = checkpoint_dtypes(self.folder)
-        sources = {
-            id(task.param_weight): _hf_names(task) for task in self._conversion() if task.param_weight is not None
-        }
+        sources = {id(weight): names for weight, names in self.weight_sources()}
         every = list(set(folder.values()))
         dtypes: dict[str, torch.dtype] = {}
         for name, parameter in self.gpt.named_parameters():
@@ -86,8 +93,13 @@ def _hf_names(task: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names.values())
 
 
-def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int) -> PolicyModel:
-    """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows."""
+def load_policy(
+    model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int, settings: dict[str, Any] | None = None
+) -> PolicyModel:
+    """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows.
+
+    `settings`: of Megatron, over those that are set here.
+    """
     if not (Path(model_dir) / "config.json").is_file():
         raise BadInput(f"{model_dir} is no model folder: it has no config.json")
     megatron_cpu.install()
@@ -99,7 +111,7 @@ def load_policy(model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, se
         raise BadInput(f"{model_dir}: {error}") from error
     _join_process_groups(parallel, seed)
     provider = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, dtype, parallel)
+    _configure(provider, dtype, parallel, settings or {})
     with megatron_cpu.cuda_means_cpu():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
@@ -134,7 +146,7 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> None:
+def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, chosen: dict[str, Any]) -> None:
     """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
     bf16 = dtype == torch.bfloat16
     settings: dict[str, Any] = {
@@ -168,7 +180,7 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig) -> N
              "persist_layer_norm", "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"), False,
         )  # fmt: skip
         settings |= {"transformer_layer_spec": _portable_layers, "moe_token_dispatcher_type": "allgather"}
-    for name, value in settings.items():
+    for name, value in (settings | chosen).items():
         if hasattr(provider, name):
             setattr(provider, name, value)
     provider.finalize()

@@ -5,6 +5,7 @@ y_TO = x_TI w_OI over I;  dx_TI = dy_TO w_OI over O;  dw_OI = dy_TO^T x_TI over 
 either of their dimensions. Products and sums are fp32 here, as TransformerEngine's accumulators are.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infra import mxfp8
 from infra.errors import BadInput
-from infra.mxfp8 import Mxfp8Config, quantized_names, rounded
+from infra.mxfp8 import Mxfp8Config, rounded
 from tasks.update.model import PolicyModel
 
 
@@ -27,7 +27,7 @@ class Mxfp8Products(torch.autograd.Function):
         ctx.weights, ctx.group = weights, group
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight_dtype = weight.dtype
-        return rounded(x) @ weights.forward_OI.t()
+        return rounded(x) @ weights.along_inputs.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -35,7 +35,7 @@ class Mxfp8Products(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = rounded(grad) @ ctx.weights.backward_OI
+            dx = rounded(grad) @ ctx.weights.along_outputs
             if ctx.group is not None:
                 dist.all_reduce(dx, group=ctx.group)
         if ctx.needs_input_grad[1]:
@@ -59,15 +59,19 @@ class RoundedWeight:
             self._key, self._weight, self._forward, self._backward = key, weight.detach(), None, None
         return self
 
+    def forget(self) -> None:
+        """The weight has changed in a way that torch does not count (`weight.data`)."""
+        self._key = self._forward = self._backward = None
+
     @property
-    def forward_OI(self) -> Tensor:
+    def along_inputs(self) -> Tensor:
         """Blocks along I."""
         if self._forward is None:
             self._forward = rounded(self._weight)
         return self._forward
 
     @property
-    def backward_OI(self) -> Tensor:
+    def along_outputs(self) -> Tensor:
         """Blocks along O."""
         if self._backward is None:
             self._backward = rounded(self._weight, dim=0)
@@ -87,11 +91,13 @@ def check_device(config: Mxfp8Config) -> None:
         raise BadInput(f"precision mxfp8: {name} has no MXFP8 units (Blackwell and later do)")
 
 
-def provider_settings(config: Mxfp8Config, layers: int) -> dict[str, Any]:
-    """Megatron's settings for TransformerEngine's MXFP8 recipe (GPU). Not run in this repository's tests.
+def megatron_settings(config: Mxfp8Config, layers: int) -> dict[str, Any]:
+    """Megatron's settings for TransformerEngine's MXFP8 recipe (GPU), of a model of so many layers; none to emulate.
 
     TransformerEngine quantises every linear layer; what else `high_precision` may name are whole layers at either end.
     """
+    if config.emulation or not config.train:
+        return {}
     start, end = _whole_layers(config, layers)
     return {
         "fp8": "e4m3",
@@ -102,6 +108,11 @@ def provider_settings(config: Mxfp8Config, layers: int) -> dict[str, Any]:
         "num_layers_at_end_in_bf16": end,
         "moe_router_padding_for_fp8": True,  # tokens of each expert to a multiple of 32
     }
+
+
+def count_layers(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Layers of a model, by its checkpoint's names."""
+    return 1 + max(int(match[1]) for name in shapes if (match := re.search(r"\.layers\.(\d+)\.", name)))
 
 
 def _whole_layers(config: Mxfp8Config, layers: int) -> tuple[int, int]:
@@ -117,31 +128,28 @@ def _whole_layers(config: Mxfp8Config, layers: int) -> tuple[int, int]:
     return start, end
 
 
-def emulate(model: PolicyModel, names: set[str]) -> None:
+def emulate(model: PolicyModel, names: set[str]) -> list[RoundedWeight]:
     """Have the model's linear layers whose weights are made of `names` (checkpoint tensors) multiply in MXFP8.
 
-    For Megatron's portable layers (a CPU), dense and of experts.
+    For Megatron's portable layers (a CPU), dense and of experts. The weights are to `forget` after every update.
     """
     quantised = {id(weight) for weight, hf_names in model.weight_sources() if set(hf_names) <= names}
+    weights: list[RoundedWeight] = []
     for gpt in model.gpts:
         for module in gpt.modules():
             weight = getattr(module, "weight", None)
             if weight is not None and id(weight) in quantised and hasattr(module, "_forward_impl"):
-                module._forward_impl = partial(_linear, RoundedWeight())
+                weights.append(RoundedWeight())
+                module._forward_impl = partial(_linear, weights[-1])
+    return weights
 
 
-def _linear(weights: RoundedWeight, input: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+def _linear(
+    weights: RoundedWeight, input: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: Any
+) -> Tensor:
     """In the place of Megatron's linear_with_grad_accumulation_and_async_allreduce (and of its frozen form)."""
     if settings.get("sequence_parallel"):
         raise BadInput("mxfp8.emulation: not with update.parallel.sequence")
     group = settings.get("tp_group") if settings.get("allreduce_dgrad") else None
     y = Mxfp8Products.apply(input, weight, weights.of(weight), group)
     return y if bias is None else y + bias
-
-
-def names_of(shapes: dict[str, tuple[int, ...]], config: Mxfp8Config | None) -> set[str]:
-    """Checkpoint tensors that are quantised; none without `config`."""
-    return set() if config is None else set(quantized_names(shapes, config))
-
-
-__all__ = ["Mxfp8Products", "RoundedWeight", "check_device", "emulate", "mxfp8", "names_of", "provider_settings"]

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from infra.adapters import LoraConfig, peft_config
 from infra.artifacts import ArtifactRef, open_artifact
+from infra.mxfp8 import Mxfp8Config
 from infra.run import Stage
 from infra.store import Store
 from tasks.update.config import UpdateConfig
@@ -22,8 +24,23 @@ if TYPE_CHECKING:
 class ResidentTrainer:
     """A trainer that knows which update it stands at."""
 
-    def __init__(self, model: str, config: dict[str, Any], seed: int, store: str, checkpoints: str):
-        self._arguments = (model, UpdateConfig.model_validate(config), seed)
+    def __init__(
+        self,
+        model: str,
+        config: dict[str, Any],
+        seed: int,
+        store: str,
+        checkpoints: str,
+        lora: dict[str, Any] | None = None,
+        mxfp8: dict[str, Any] | None = None,
+    ):
+        self._arguments = (
+            model,
+            UpdateConfig.model_validate(config),
+            seed,
+            None if lora is None else LoraConfig.model_validate(lora),
+            None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
+        )
         self.store, self.checkpoints = store, checkpoints
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -39,8 +56,13 @@ class ResidentTrainer:
         self.trainer = Trainer(*self._arguments)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(Hugging Face name, tensor) of the policy."""
+        """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
         return self.trainer.export()
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
+        adapter = self.trainer.adapter
+        return None if adapter is None else peft_config(adapter.config, adapter.export(), self._arguments[0])
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """The policy's logprob of each token but the first."""

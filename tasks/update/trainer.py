@@ -11,6 +11,8 @@ from torch import Tensor
 
 from infra.adapters import LoraConfig
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
+from infra.tensors import checkpoint_shapes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
 from tasks.update.corrections import kept_sequences
@@ -18,6 +20,7 @@ from tasks.update.forward import PolicyForward
 from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
+from tasks.update.mxfp8 import check_device, count_layers, emulate, megatron_settings
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
 from tasks.update.packing import Microbatch, pack
 from tasks.update.precision import resolve_precision
@@ -29,14 +32,32 @@ class Trainer:
     step: int
     """Updates made, those without anything to train on included."""
 
-    def __init__(self, model_dir: str, config: UpdateConfig, seed: int, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model_dir: str,
+        config: UpdateConfig,
+        seed: int,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
         """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's.
 
-        With `lora` only an adapter is trained, and is all that the state has.
+        With `lora` only an adapter is trained, and is all that the state has. With `mxfp8` versions hold elements and
+        scales, and the model computes with them.
         """
         self.config = config
         self.step = 0
-        self.model = load_policy(model_dir, resolve_precision(config.precision), config.parallel, seed)
+        precision = resolve_precision(config.precision)
+        self._quantised: list[str] = []
+        settings: dict[str, Any] = {}
+        if mxfp8 is not None:
+            check_device(mxfp8)
+            shapes = checkpoint_shapes(model_dir)
+            self._quantised = quantized_names(shapes, mxfp8)
+            settings = megatron_settings(mxfp8, count_layers(shapes))
+        self.model = load_policy(model_dir, precision, config.parallel, seed, settings)
+        emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
+        self._rounded = emulate(self.model, set(self._quantised)) if emulated else []
         self.forward = PolicyForward(self.model, config)
         self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
         parameters = [(name, p) for name, p in self.model.gpt.named_parameters() if p.requires_grad]
@@ -64,6 +85,7 @@ class Trainer:
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
             if microbatches:
                 self.optimizer.step(lr, grad_norm)
+                self._forget_rounded()
         finally:
             self.optimizer.zero_grad()
         self.step += 1
@@ -210,8 +232,17 @@ class Trainer:
         return results
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update."""
-        return self.model.export()
+        """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update.
+
+        With an adapter: that alone, by PEFT's names. In MXFP8: elements and scales (infra/mxfp8.py).
+        """
+        if self.adapter is not None:
+            return iter(self.adapter.export().items())
+        return quantize_tensors(self.model.export(), self._quantised)
+
+    def _forget_rounded(self) -> None:
+        for weight in self._rounded:
+            weight.forget()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
@@ -227,6 +258,7 @@ class Trainer:
             raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
         buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self._buffers().items()}
         self.optimizer.load_state(tensors)
+        self._forget_rounded()
         for buffer, saved in buffers.values():
             buffer.copy_(saved)
         torch.set_rng_state(tensors["rng"])

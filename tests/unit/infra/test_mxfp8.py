@@ -1,5 +1,6 @@
 """MXFP8's rounding against exact rational arithmetic; tests/integration/test_mxfp8.py compares with vLLM's own."""
 
+from bisect import bisect_left
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -27,9 +28,10 @@ E4M3 = sorted(
 
 
 def nearest_even(value: Fraction) -> Fraction:
-    best = min(abs(value - candidate) for candidate in E4M3)
-    ties = [candidate for candidate in E4M3 if abs(value - candidate) == best]
-    return ties[0] if len(ties) == 1 else next(c for c in ties if E4M3.index(c) % 2 == E4M3.index(Fraction(0)) % 2)
+    above = bisect_left(E4M3, value)
+    pair = E4M3[max(above - 1, 0) : above + 1]
+    # Of a tie the even one counts: neighbours alternate, and zero is even.
+    return min(pair, key=lambda c: (abs(value - c), (E4M3.index(c) - E4M3.index(Fraction(0))) % 2))
 
 
 def by_definition(block: list[float]) -> list[float]:
@@ -45,10 +47,14 @@ def test_e4m3_is_as_torch_has_it():
     assert sorted(set(bits[~bits.isnan()].tolist())) == [float(value) for value in E4M3]
 
 
-numbers = st.floats(-1e4, 1e4, width=32) | st.floats(-(2.0**-9), 2.0**-9, width=32) | st.sampled_from([0.0, 448.0, 464.0, 2.0**-126, 2.0**127])
+numbers = (
+    st.floats(-1e4, 1e4, width=32)
+    | st.floats(-(2.0**-9), 2.0**-9, width=32)
+    | st.sampled_from([0.0, 448.0, 464.0, 2.0**-126, 2.0**127])
+)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(numbers, min_size=BLOCK, max_size=BLOCK))
 def test_rounding_is_exact(block: list[float]):
     x = torch.tensor(block, dtype=torch.float32)

@@ -1,11 +1,12 @@
-"""Experts with an adapter in vLLM's CPU backend, which has none: vLLM picks its Triton experts for LoRA.
+"""Experts in vLLM's CPU backend as plain products: with an adapter (vLLM has none for CPUs), or in MXFP8.
 
 Each expert's tokens go through two products of its own and the small ones of its adapter (see lora_cpu). The routing is
-vLLM's, so routed experts are recorded as without an adapter.
+vLLM's, so routed experts are recorded as ever.
 
 Shape suffixes: T tokens, K experts a token, P = T * K pairs sorted by expert, H hidden, I intermediate, E experts.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -17,15 +18,19 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
+from infra.mxfp8 import rounded
 from tasks.rollout.lora_cpu import StackedAdapter, active
+from tasks.rollout.mxfp8 import PLAIN_EXPERTS_ENV
 
 
-class CpuLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Unquantized experts on the CPU, weights as in the checkpoint, with or without an adapter."""
+class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Experts on the CPU, weights laid out as in the checkpoint, with or without an adapter."""
 
     gate_up: list[StackedAdapter] | None = None
     """Of each expert; None: no adapter."""
     down: list[StackedAdapter] | None = None
+    rounds: bool = False
+    """Whether the products' inputs are rounded to MXFP8."""
 
     @classmethod
     def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
@@ -64,18 +69,23 @@ class CpuLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         weighted_PH[order_P] = down_PH * topk_weights.flatten()[order_P].to(down_PH.dtype).unsqueeze(1)
         torch.sum(weighted_PH.view(len(topk_ids), -1, output.shape[1]), dim=1, out=output)
 
-    @staticmethod
     def _grouped(
-        x_PI: Tensor, w_EOI: Tensor, counts: list[int], adapters: list[StackedAdapter] | None, mask_P1: Tensor | None
+        self,
+        x_PI: Tensor,
+        w_EOI: Tensor,
+        counts: list[int],
+        adapters: list[StackedAdapter] | None,
+        mask_P1: Tensor | None,
     ) -> Tensor:
         """Each expert's rows through its weight and adapter; `counts`: rows of no expert, then of each."""
         y_PO = x_PI.new_zeros(len(x_PI), w_EOI.shape[1])
+        product_PI = rounded(x_PI) if self.rounds else x_PI  # adapters are not quantised
         start = counts[0]
         for expert, count in enumerate(counts[1:]):
             if count == 0:
                 continue
             at = slice(start, start + count)
-            torch.mm(x_PI[at], w_EOI[expert].t(), out=y_PO[at])
+            torch.mm(product_PI[at], w_EOI[expert].t(), out=y_PO[at])
             if adapters is not None:
                 adapters[expert].add_to(y_PO[at], x_PI[at], None if mask_P1 is None else mask_P1[at])
             start += count
@@ -83,7 +93,7 @@ class CpuLoRAExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 def install() -> None:
-    """Have vLLM choose these experts for engines with LoRA, and hand them their adapters. Safe to call twice."""
+    """Have vLLM choose these experts where they are needed, and hand them their adapters. Safe to call twice."""
     if unquantized.select_unquantized_moe_backend is not _select:
         _stock_select.append(unquantized.select_unquantized_moe_backend)
         unquantized.select_unquantized_moe_backend = oracle.select_unquantized_moe_backend = _select
@@ -96,8 +106,8 @@ _stock_select: list[Any] = []
 
 
 def _select(moe_config: Any) -> tuple[Any, type[mk.FusedMoEExperts] | None]:
-    if moe_config.is_lora_enabled:
-        return oracle.UnquantizedMoeBackend.CPU, CpuLoRAExperts
+    if moe_config.is_lora_enabled or os.environ.get(PLAIN_EXPERTS_ENV):
+        return oracle.UnquantizedMoeBackend.CPU, PlainExperts
     return _stock_select[0](moe_config)
 
 
@@ -106,7 +116,7 @@ def _handing_over(set_lora: Any) -> Any:
         set_lora(self, index, lora_a, lora_b)
         rank = lora_a[0].shape[-2]
         sizes = (self.w13_lora_b_stacked[0].shape[2],) * self._w13_slices
-        experts: CpuLoRAExperts = self._moe_kernel.fused_experts
+        experts: PlainExperts = self._moe_kernel.fused_experts
         experts.gate_up, experts.down = [], []
         for expert in range(self.local_num_experts):
             pairs = [
@@ -128,7 +138,7 @@ def _of_expert(stacked: Tensor, expert: int) -> Tensor:
 def _taking_back(reset_lora: Any) -> Any:
     def reset_and_take_back(self: Any, index: int) -> None:
         reset_lora(self, index)
-        experts: CpuLoRAExperts = self._moe_kernel.fused_experts
+        experts: PlainExperts = self._moe_kernel.fused_experts
         experts.gate_up = experts.down = None
 
     return reset_and_take_back
