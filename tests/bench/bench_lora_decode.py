@@ -110,7 +110,9 @@ def random_adapter(model: Path, folder: Path, config: Any) -> Path:
     if not folder.is_dir():
         generator = torch.Generator().manual_seed(0)
         tensors = {}
-        for name, (out, inputs) in sorted((n, s) for n, s in checkpoint_shapes(str(model)).items() if _LINEAR.fullmatch(n)):
+        for name, (out, inputs) in sorted(
+            (n, s) for n, s in checkpoint_shapes(str(model)).items() if _LINEAR.fullmatch(n)
+        ):
             if ".self_attn.gate_proj." in name:
                 continue
             path = PREFIX + name.removesuffix(".weight")
