@@ -10,9 +10,12 @@ from pathlib import Path
 def main() -> int:
     """Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m flows", description=__doc__)
-    parser.add_argument("flow", choices=["prepare", "train", "evaluate"])
+    parser.add_argument("flow", choices=["prepare", "train", "evaluate", "export"])
     parser.add_argument("profile", help="a profile of infra/profiles, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="settings that replace the profile's")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="export: where to write the run's last policy")
+    parser.add_argument("--merged", action="store_true", help="export: an adapter merged into its base model")
+    parser.add_argument("--fused-experts", action="store_true", help="export: PEFT's layout for fused experts")
     arguments = parser.parse_args()
     # Prefect's database lies beside the run, so that its UI shows this run later; SQLite does not make its folder.
     home = Path(os.environ.setdefault("POLICYFLOW_HOME", "outputs")).absolute()
@@ -33,7 +36,14 @@ def main() -> int:
         end_orphaned_servers(os.environ["PREFECT_HOME"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        run(arguments.flow, arguments.profile, arguments.overrides)
+        if arguments.flow == "export":
+            from flows.config import load_config
+            from flows.export import export
+
+            config = load_config(arguments.profile, arguments.overrides)
+            print(export(config, arguments.to, arguments.merged, arguments.fused_experts))
+        else:
+            run(arguments.flow, arguments.profile, arguments.overrides)
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

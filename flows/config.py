@@ -111,6 +111,17 @@ class TrainConfig(Config):
     resources: ResourceConfig = ResourceConfig()
     """Processes and GPUs."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _probe_of_precision(cls, values: Any) -> Any:
+        """What trainer and engine may differ by depends on what they compute in."""
+        if not isinstance(values, dict) or values.get("precision") != "mxfp8":
+            return values
+        sync, mxfp8 = values.get("sync") or {}, values.get("mxfp8") or {}
+        if not (isinstance(sync, dict) and isinstance(mxfp8, dict)) or sync.get("probe_tolerance") is not None:
+            return values
+        return values | {"sync": sync | {"probe_tolerance": 0.5 if mxfp8.get("train", True) else 5.0}}
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         if self.update.temperature != self.rollout.temperature:

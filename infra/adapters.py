@@ -41,6 +41,10 @@ class LoraConfig(Config):
     """Of experts: each has its own A and B; or shared_outer: the A of gate and up, and the B of down, are one for all
     experts of a layer, which saves most of the adapter's memory (needs Megatron's grouped experts: a GPU)."""
 
+    tuned_configs: str | None = None
+    """Folder of tile sizes for vLLM's LoRA kernels, tuned for this GPU, hidden size and rank (vLLM's
+    benchmarks/kernels writes them); null: vLLM's own choice. GPU only."""
+
     @field_validator("targets")
     @classmethod
     def _some(cls, targets: tuple[str, ...]) -> tuple[str, ...]:

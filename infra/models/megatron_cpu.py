@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _LORA_MODULE = "megatron.bridge.peft.lora_layers"
+_LORA_UTILS = "megatron.bridge.peft.utils"
 _installed = False
 
 
@@ -138,18 +139,23 @@ class _LoraWithoutTransformerEngine(importlib.abc.MetaPathFinder):
     """megatron.bridge.peft.lora_layers imports transformer_engine without a guard, for one subclass.
 
     A stand-in lies in sys.modules just while that one module executes, so no `HAVE_TE` test elsewhere sees it.
+    megatron.bridge.peft.utils takes Megatron-Core's placeholders for Transformer Engine's classes: it is told the truth.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _LORA_MODULE:
+        if fullname not in (_LORA_MODULE, _LORA_UTILS):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
+                if fullname == _LORA_UTILS:
+                    execute(module)
+                    module.HAVE_TE = False  # type: ignore[attr-defined]
+                    return
                 with _stand_in_transformer_engine():
                     execute(module)
 

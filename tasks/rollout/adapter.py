@@ -14,7 +14,7 @@ NAME, ID = "policy", 1
 """Every version of the adapter has this name and id: vLLM never holds two."""
 
 
-def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
+def engine_arguments(config: LoraConfig, has_experts: bool, tensor_parallel: int) -> dict[str, Any]:
     """Keyword arguments of vllm.LLM for an engine that serves one adapter of this kind to every request.
 
     - One slot: vLLM's kernels look for each token's adapter among max_loras + 1, and reserve memory for all.
@@ -22,6 +22,8 @@ def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
     - Only the adapted modules are wrapped; by default vLLM also puts an adapter on embeddings and logits, whose product
       over the vocabulary costs most of a small model's step.
     - CUDA graphs for the number of adapters that are there (one) instead of max_loras + 1.
+    - A and B both split over tensor-parallel ranks where they are large.
+    Experts get the kernels that vLLM has for adapters: FlashInfer's on Blackwell, Triton's elsewhere (it asks the device).
     """
     modules = sorted({module for target in config.targets for module in _of_target(target)})
     arguments: dict[str, Any] = {
@@ -30,6 +32,7 @@ def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
         "max_cpu_loras": 1,
         "max_lora_rank": config.engine_rank,
         "specialize_active_lora": True,
+        "fully_sharded_loras": fully_sharded(config, tensor_parallel),
         "lora_target_modules": [*modules, *(["experts"] if has_experts else [])],
     }
     if has_experts and config.experts == "shared_outer":
@@ -37,16 +40,26 @@ def engine_arguments(config: LoraConfig, has_experts: bool) -> dict[str, Any]:
     return arguments
 
 
+def fully_sharded(config: LoraConfig, tensor_parallel: int) -> bool:
+    """Whether a rank holds its part of A and B only (S-LoRA): worth its gather from rank 64 on."""
+    return tensor_parallel > 1 and config.engine_rank >= 64
+
+
 def _of_target(target: str) -> tuple[str, ...]:
     leaf = target.rpartition(".")[2]
     return MODULES.get(leaf) or tuple(module for modules in MODULES.values() for module in modules)
 
 
-def prepare_environment() -> None:
-    """Before vLLM is imported: an engine with an adapter runs our Beam (vLLM's own takes none), and on a GPU overlaps
-    the adapter's small products with the layer's on a second stream. What the user has set stays."""
+def prepare_environment(config: LoraConfig, tensor_parallel: int) -> None:
+    """Before vLLM is imported; what the user has set stays.
+
+    An engine with an adapter runs our Beam (vLLM's own takes none). On a GPU the adapter's small products run beside the
+    layer's on a second stream (not together with fully sharded ones), with the tile sizes of `tuned_configs`.
+    """
     os.environ.setdefault("BEAM_VLLM", "portable")
-    if torch.cuda.is_available():
+    if config.tuned_configs is not None:
+        os.environ.setdefault("VLLM_TUNED_CONFIG_FOLDER", config.tuned_configs)
+    if torch.cuda.is_available() and not fully_sharded(config, tensor_parallel):
         os.environ.setdefault("VLLM_LORA_ENABLE_DUAL_STREAM", "1")
 
 

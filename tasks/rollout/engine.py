@@ -61,7 +61,7 @@ class RolloutEngine:
         self._broken = False
         _prepare_environment(config)
         if lora is not None:
-            adapter.prepare_environment()
+            adapter.prepare_environment(lora, config.tensor_parallel_size)
         if mxfp8 is not None:
             microscaling.prepare_environment(mxfp8)
         from tasks.rollout.plugin import register
@@ -76,7 +76,8 @@ class RolloutEngine:
         self._lora_request: Any = None
         arguments = engine_arguments(model_dir, config, self._routes)
         if lora is not None:
-            arguments = adapter.engine_arguments(lora, has_experts(model_dir)) | arguments
+            own = adapter.engine_arguments(lora, has_experts(model_dir), config.tensor_parallel_size)
+            arguments = own | arguments
         names = set[str]()
         if mxfp8 is not None:
             names = set(quantized_names(self._shapes, mxfp8))

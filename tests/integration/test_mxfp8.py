@@ -171,6 +171,8 @@ def test_training_in_mxfp8_follows_the_gradient(pair: Pair):
 def test_a_device_without_the_units_needs_emulation(pair: Pair):
     with pytest.raises(BadInput, match=r"no GPU with MXFP8 units; set mxfp8\.emulation"):
         make_trainer(pair.folder, Mxfp8Config())
+    with pytest.raises(BadInput, match=r"no GPU with MXFP8 units; set mxfp8\.emulation"):
+        RolloutEngine(str(pair.folder), RolloutConfig(), mxfp8=Mxfp8Config())
 
 
 def test_dimensions_must_be_divisible_by_32(tmp_path: Path):
