@@ -12,7 +12,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: quickstart test bench lint lock prefect-ui mlflow-ui s3 clean
+.PHONY: quickstart test model bench lint lock server prefect-ui mlflow-ui s3 clean
 .DEFAULT_GOAL := quickstart
 
 PROFILE ?= smollm2-cpu
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=p
 	@printf '%s\n' $(TESTS) | OMP_NUM_THREADS=1 xargs -P $(JOBS) -I {} bash -c \
 	  'output=$$($(PY) -m pytest {} 2>&1); status=$$?; printf "== %s\n%s\n" {} "$$output"; exit $$status'
 
+model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
+	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
+
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)
 
@@ -38,6 +41,9 @@ lint: $(VENV)/.installed-$(EXTRA)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/ty check
+
+server: $(VENV)/.installed-$(EXTRA)  ## Prefect's server, work pools, deployments and a worker on this machine
+	@$(PY) -m infra.server --home $(PREFECT_HOME)
 
 prefect-ui: $(VENV)/.installed-$(EXTRA)  ## Prefect's UI on the runs made here, http://127.0.0.1:4200
 	@mkdir -p $(PREFECT_HOME)

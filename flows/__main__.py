@@ -1,4 +1,7 @@
-"""Start a flow from a shell: `python -m flows train smollm2-cpu run=quickstart steps=20`."""
+"""Start a flow from a shell: `python -m flows train smollm2-cpu run=quickstart steps=20`.
+
+train and prepare take a profile; evaluate and publish take the run whose policy they are about: `run=quickstart`.
+"""
 
 import argparse
 import os
@@ -10,12 +13,12 @@ from pathlib import Path
 def main() -> int:
     """Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m flows", description=__doc__)
-    parser.add_argument("flow", choices=["prepare", "train", "evaluate", "export"])
-    parser.add_argument("profile", help="a profile of infra/profiles, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="settings that replace the profile's")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="export: where to write the run's last policy")
-    parser.add_argument("--merged", action="store_true", help="export: an adapter merged into its base model")
-    parser.add_argument("--fused-experts", action="store_true", help="export: PEFT's layout for fused experts")
+    parser.add_argument("flow", choices=["prepare", "train", "evaluate", "publish"])
+    parser.add_argument(
+        "settings", nargs="*", metavar="[PROFILE] path.to.key=value",
+        help="train, prepare: a profile of infra/profiles or a YAML file, then settings that replace the profile's; "
+        "evaluate, publish: settings, `run` at least",
+    )  # fmt: skip
     arguments = parser.parse_args()
     # Prefect's database lies beside the run, so that its UI shows this run later; SQLite does not make its folder.
     home = Path(os.environ.setdefault("POLICYFLOW_HOME", "outputs")).absolute()
@@ -36,14 +39,7 @@ def main() -> int:
         end_orphaned_servers(os.environ["PREFECT_HOME"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if arguments.flow == "export":
-            from flows.config import load_config
-            from flows.export import export
-
-            config = load_config(arguments.profile, arguments.overrides)
-            print(export(config, arguments.to, arguments.merged, arguments.fused_experts))
-        else:
-            run(arguments.flow, arguments.profile, arguments.overrides)
+        run(arguments.flow, arguments.settings)
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,23 +49,29 @@ def main() -> int:
     return 0
 
 
-def run(name: str, profile: str, overrides: list[str]) -> None:
+def run(name: str, settings: list[str]) -> None:
     """Validate the settings, then run the flow here."""
-    from flows.config import load_config
+    from flows.config import EvaluateConfig, PublishConfig, apply_overrides, load_config, parse_config
 
-    config = load_config(profile, overrides)
-    if name == "train":
-        from flows.train import train
-
-        train(config)
-    elif name == "evaluate":
+    if name == "evaluate":
         from flows.evaluate import evaluate
 
-        evaluate(config)
-    else:
-        from flows.prepare import prepare
+        evaluate(parse_config(EvaluateConfig, apply_overrides({}, settings), source=name))
+    elif name == "publish":
+        from flows.publish import publish
 
-        print(prepare(config.dataset, config.store))
+        publish(parse_config(PublishConfig, apply_overrides({}, settings), source=name))
+    else:
+        profile = settings.pop(0) if settings and "=" not in settings[0] else "smollm2-cpu"
+        config = load_config(profile, settings)
+        if name == "train":
+            from flows.train import train
+
+            train(config)
+        else:
+            from flows.prepare import prepare
+
+            print(prepare(config.dataset, config.store))
 
 
 if __name__ == "__main__":

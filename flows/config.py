@@ -1,11 +1,12 @@
-"""`TrainConfig`: the one parameter of the train flow, composed of each room's settings; profiles are its values."""
+"""The flows' parameters, composed of each room's settings. A profile is a `TrainConfig`."""
 
+import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from infra.adapters import LoraConfig, check_targets
 from infra.config import Config
@@ -15,11 +16,26 @@ from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
 from tasks.sync.config import SyncConfig
-from tasks.update.config import UpdateConfig
+from tasks.update.config import UpdateConfig, WarmStartConfig
 
 # What may change between a start of a run and its resume, because it does not shape the policy.
-RESUMABLE = ("run", "store", "steps", "checkpoint_every", "tracking", "timeouts", "resources", "evaluation")
+RESUMABLE = (
+    "run", "store", "credentials", "steps", "checkpoint_every", "tracking", "timeouts", "resources", "evaluation"
+)  # fmt: skip
 PROFILES = Path(__file__).parent.parent / "infra" / "profiles"
+
+
+def _without_secrets(url: str | None) -> str | None:
+    """Parameters are stored and shown by Prefect and MLflow: a password in a URL would be everyone's."""
+    if url and "@" in url.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "credentials in a URL are shown to everyone who sees the run; keep them in the environment "
+            "(AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD, ...) or in a Prefect Secret block named by `credentials`"
+        )
+    return url
+
+
+URL = Annotated[str, AfterValidator(_without_secrets)]
 
 
 class EvaluationConfig(Config):
@@ -33,12 +49,18 @@ class EvaluationConfig(Config):
     """Responses sampled for each prompt."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy (then one sample is enough)."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Of the intervals around accuracies and differences."""
+
+    def sampling(self) -> str:
+        """Digest of what decides the samples; the confidence does not."""
+        return self.model_copy(update={"confidence": 0.95}).digest()
 
 
 class TrackingConfig(Config):
     """MLflow."""
 
-    uri: str | None = None
+    uri: URL | None = None
     """Tracking server or database; null: MLFLOW_TRACKING_URI, else SQLite beside the store."""
     experiment: str = "policyflow"
     """The experiment's name."""
@@ -47,6 +69,8 @@ class TrackingConfig(Config):
 class TimeoutConfig(Config):
     """Seconds after which a stage's engine is given up, stopped, and the stage retried with a new one."""
 
+    dataset_s: float = Field(3600, gt=0)
+    """Preparing the dataset."""
     load_s: float = Field(600, gt=0)
     """Loading an engine."""
     rollout_s: float = Field(1800, gt=0)
@@ -66,6 +90,13 @@ class ResourceConfig(Config):
     """GPUs of the trainer."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an engine; null: all cores. Engines take turns, so each may use them all."""
+    slots: str | None = None
+    """Name of the Prefect global concurrency limit whose slots the run holds while its engines live: one a GPU, one
+    in all where there is none. The limit must exist (`prefect gcl create NAME --limit N`). Null: none."""
+
+    def slots_needed(self) -> int:
+        """Slots that all engines together occupy."""
+        return max(1, math.ceil(self.rollout_gpus + self.update_gpus))
 
 
 class TrainConfig(Config):
@@ -73,8 +104,11 @@ class TrainConfig(Config):
 
     run: str | None = None
     """The run's name. The same name resumes the run. Null: made from the flow run's name, so each start is a new run."""
-    store: str = "outputs/store"
-    """Root of the artifact store: a folder or any fsspec URL such as s3://bucket/prefix."""
+    store: URL = "outputs/store"
+    """Root of the artifact store: a folder or s3://bucket/prefix."""
+    credentials: str | None = None
+    """Name of a Prefect Secret block with a JSON object of environment variables, e.g. AWS_ACCESS_KEY_ID. They are set
+    in the flow's process and nowhere else. Null: the environment as it is."""
     model: str = "smollm2"
     """The model: a name of the catalog or a Hugging Face folder."""
     policy: Literal["full", "lora"] = "full"
@@ -94,6 +128,8 @@ class TrainConfig(Config):
     """Seed of sampling, of the data's order and of the trainer."""
     dataset: DatasetConfig = DatasetConfig()
     """Where prompts come from."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised steps before the first version."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling on vLLM."""
     reward: RewardConfig = RewardConfig()
@@ -135,8 +171,18 @@ class TrainConfig(Config):
                 "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true, or "
                 "resources.rollout_gpus and resources.update_gpus"
             )
+        if self.policy == "lora" and self.update.router_bias_rate:
+            raise ValueError(
+                "update.router_bias_rate changes the base model's routers, which policy lora does not serve"
+            )
         if self.policy == "lora" and self.lora.experts == "shared_outer" and not on_gpu:
             raise ValueError("lora.experts shared_outer needs Megatron's grouped experts, which need a GPU: use each")
+        if self.warm_start.steps and self.update.kl_coef > 0:
+            raise ValueError(
+                "warm_start.steps: with update.kl_coef > 0 the penalty would pull back to the model before it"
+            )
+        if self.update.replay == "rollout" and self.rollout.routes == "off":
+            raise ValueError("update.replay is rollout, but rollout.routes is off; set it to auto")
         return self
 
     @property
@@ -166,6 +212,55 @@ class TrainConfig(Config):
         return self.model_dump(mode="json", exclude=set(RESUMABLE))
 
 
+class VersionConfig(Config):
+    """A policy version of a run, and how it is evaluated."""
+
+    run: str
+    """The run's name."""
+    store: URL = "outputs/store"
+    """Root of the artifact store that has the run."""
+    credentials: str | None = None
+    """As in a training run: name of a Prefect Secret block with environment variables."""
+    version: int | None = Field(None, ge=0)
+    """Which version: n is the policy after n steps, 0 the model that the run started from. Null: the last committed.
+    A version whose tensors are not kept any more is made again, from a checkpoint and the stored batches."""
+    dataset: DatasetConfig | None = None
+    """Another environment and other prompts than the run's own. Null: the dataset that the run trains on."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Split, number of samples, confidence."""
+    tracking: TrackingConfig = TrackingConfig()
+    """MLflow."""
+    timeouts: TimeoutConfig = TimeoutConfig()
+    """Time limits of the stages."""
+    resources: ResourceConfig = ResourceConfig()
+    """Processes and GPUs."""
+
+
+class EvaluateConfig(VersionConfig):
+    """An evaluation of a policy version, against a baseline."""
+
+    baseline: int | None = Field(0, ge=0)
+    """The version to compare with, prompt by prompt. Null: none."""
+    baseline_run: str | None = None
+    """The run that has the baseline; it must have started from the same model. Null: the same run."""
+
+
+class PublishConfig(VersionConfig):
+    """A policy version that becomes a Hugging Face folder and a version of a registered model."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The registered model in MLflow. Null: the name of the run's model."""
+    alias: str = Field("champion", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    """The alias that a promoted version gets."""
+    minimum_gain: float = Field(0.0, ge=-1, le=1)
+    """A version is promoted if the lower end of the interval of its gain in accuracy over the alias's holder (if there is
+    none: over version 0 of its run) is above this. Negative: it may be that much worse."""
+    folder: str | None = None
+    """A new folder of this machine that gets a copy of the model. Null: it lies in the store only."""
+    check_engine: bool = True
+    """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
+
+
 def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig:
     """A profile (a name in infra/profiles or a YAML file) with `path.to.key=value` overrides (values are YAML).
 
@@ -181,17 +276,22 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
         raise BadInput(f"profile {path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
-    for override in overrides or []:
-        _override(values, override)
-    return parse_config(values, source=os.fspath(path.name))
+    return parse_config(TrainConfig, apply_overrides(values, overrides or []), source=os.fspath(path.name))
 
 
-def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
+def parse_config[C: Config](kind: type[C], values: dict[str, Any], source: str) -> C:
     """Validate settings. Raises BadInput with one line a fault."""
     try:
-        return TrainConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise BadInput(f"{source}: " + "\n  ".join(_explain(fault) for fault in error.errors())) from None
+        raise BadInput(f"{source}: " + "\n  ".join(_explain(kind, fault) for fault in error.errors())) from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`values` with each `path.to.key=value` put in its place; values are YAML."""
+    for override in overrides:
+        _override(values, override)
+    return values
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -207,15 +307,17 @@ def _override(values: dict[str, Any], override: str) -> None:
     values[last] = yaml.safe_load(value)
 
 
-def _explain(fault: Any) -> str:
+def _explain(kind: type[Config], fault: Any) -> str:
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"{path}: unknown setting; valid here: {', '.join(_siblings(fault['loc']))}"
-    return f"{path or 'settings'}: {fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"[:2000]
+        return f"{path}: unknown setting; valid here: {', '.join(_siblings(kind, fault['loc']))}"
+    hidden = fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
+    given = "" if hidden else f" (got {fault['input']!r})"
+    return f"{path or 'settings'}: {fault['msg'].removeprefix('Value error, ')}{given}"[:2000]
 
 
-def _siblings(location: tuple[Any, ...]) -> list[str]:
-    model: Any = TrainConfig
+def _siblings(model: Any, location: tuple[Any, ...]) -> list[str]:
     for name in location[:-1]:
-        model = model.model_fields[name].annotation
+        kinds = [model.model_fields[name].annotation, *get_args(model.model_fields[name].annotation)]
+        model = next(kind for kind in kinds if hasattr(kind, "model_fields"))
     return sorted(model.model_fields)

@@ -1,32 +1,107 @@
-"""The prepare flow: a source of problems becomes a dataset artifact."""
+"""The prepare flow: a source of problems becomes a dataset artifact, and whoever waits for it is told."""
 
 import re
 from typing import Any
 
 from prefect import flow
+from prefect.artifacts import create_markdown_artifact
 
+from flows import report
 from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
+from infra.assets import record_asset
+from infra.credentials import use_credentials
 from infra.errors import BadInput
+from infra.events import DatasetReady, emit
 from infra.models.catalog import prepare_model
-from infra.run import Stage
+from infra.progress import speaker
+from infra.run import Run, Stage
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
 
 
-@flow(name="prepare", persist_result=False)
-def prepare(dataset: DatasetConfig, store: str = "outputs/store", model: str | None = None) -> dict[str, Any]:
-    """Prepare a dataset; returns its ref. `model` is needed for `max_prompt_tokens` only."""
+@flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
+def prepare(
+    dataset: DatasetConfig,
+    store: str = "outputs/store",
+    name: str | None = None,
+    model: str | None = None,
+    credentials: str | None = None,
+) -> dict[str, Any]:
+    """Prepare a dataset and emit `dataset.ready`; returns its ref.
+
+    Args:
+        dataset: Where prompts come from, and how they are split.
+        store: Root of the artifact store: a folder or s3://bucket/prefix.
+        name: What the event calls the dataset, for triggers to match on. Null: the environment's name.
+        model: Whose tokenizer counts for `max_prompt_tokens`; not needed without that.
+        credentials: Name of a Prefect Secret block with environment variables. Null: the environment as it is.
+    """
+    use_credentials(credentials)
     folder = None if model is None else str(prepare_model(model, home() / "models"))
-    return dataset_of(Store.at(store).url, dataset, folder).model_dump()
+    ref = dataset_of(Store.at(store).url, dataset, folder)
+    announce(ref, name or short_name(dataset.environment), dataset.environment)
+    return ref.model_dump()
 
 
-def dataset_of(store: str, config: DatasetConfig, model: str | None = None) -> ArtifactRef:
+def announce(ref: ArtifactRef, name: str, environment: str) -> None:
+    """The page, the asset and the event of a dataset."""
+    artifact = open_artifact(ref)
+    counts = artifact.metadata["prompts"]
+    speaker()(f"dataset {name}: {counts} prompts, {ref.uri}")
+    sample = [report.prompt_text(row) for row in artifact.table("train").slice(0, 8).to_pylist()]
+    create_markdown_artifact(
+        report.dataset_markdown(name, ref, artifact.metadata, sample),
+        key=f"{report.artifact_key(name)}-dataset", description=f"Dataset {name}",
+    )  # fmt: skip
+    description = f"Prompts of {environment}: " + ", ".join(f"{n} {split}" for split, n in counts.items())
+    record_asset(ref, name=name, description=description, metadata={"prompts": counts, "environment": environment})
+    emit(DatasetReady(name=name, environment=environment, dataset=ref, prompts=counts))
+
+
+def dataset_of(
+    store: str, config: DatasetConfig, model: str | None = None, timeout_s: float | None = None
+) -> ArtifactRef:
     """The dataset that the settings describe, prepared if it is not in the store; runs share it."""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", config.environment.rstrip("/").rpartition("/")[2])
-    stage = Stage(store=store, folder="datasets", name=name, settings=config.digest())
-    return prepare_dataset(stage, config, model)
+    stage = Stage(store=store, folder="datasets", name=short_name(config.environment), settings=config.digest())
+    return prepare_dataset.with_options(timeout_seconds=timeout_s)(stage, config, model)
+
+
+def run_dataset(
+    run: Run, config: DatasetConfig, given: ArtifactRef | None, model: str, timeout_s: float
+) -> ArtifactRef:
+    """The dataset that a run trains on: the one that it began with, else `given` (an event's), else prepared now.
+
+    Raises BadInput when `given` is no dataset of the environment that the run is for, or another than the run's.
+    """
+    if given is not None:
+        check_dataset(given, config.environment)
+    dataset = run.pinned("dataset", lambda: given or dataset_of(run.store, config, model, timeout_s))
+    if given is not None and given.digest != dataset.digest:
+        raise BadInput(
+            f"dataset: run {run.name!r} trains on {dataset.uri}, not on {given.uri}; choose another run name"
+        )
+    return dataset
+
+
+def check_dataset(dataset: ArtifactRef, environment: str) -> None:
+    """Whether an artifact that somebody else names may be trained on.
+
+    A prompt's row says which environment scores it, and environments are code: rows of another environment than the one
+    that the settings name are refused.
+    """
+    from environments import environment_reference
+    from infra.records import PROMPT, validate
+
+    if dataset.kind != "dataset":
+        raise BadInput(f"dataset: {dataset.uri} is of kind {dataset.kind!r}, expected 'dataset'")
+    wanted = environment_reference(environment, {})
+    for split in ("train", "heldout"):
+        table = validate(open_artifact(dataset).table(split), PROMPT)
+        for found in table["environment"].unique().to_pylist():
+            if found != wanted and not found.startswith(f"{wanted} {{"):
+                raise BadInput(f"dataset: {dataset.uri} is for environment {found!r}, these settings for {wanted!r}")
 
 
 def split_size(dataset: ArtifactRef, split: str) -> int:
@@ -35,3 +110,8 @@ def split_size(dataset: ArtifactRef, split: str) -> int:
     if not counts.get(split):
         raise BadInput(f"dataset {dataset.uri}: no prompts in split {split!r}; it has {counts}")
     return counts[split]
+
+
+def short_name(environment: str) -> str:
+    """An environment's name or path as a name for keys and events."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", environment.rstrip("/").rpartition("/")[2])

@@ -7,14 +7,25 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 
-from flows import report
+from flows import pages, report
 from flows.session import Session
+from flows.versions import updates_of
 from infra.artifacts import ArtifactRef, open_artifact
+from infra.assets import record_asset
+from infra.events import PolicyCommitted, RunFinished, emit
 from infra.run import Head
 
 TIMING_FIGURES = ("overhead_share", "step_seconds", "tokens_per_s", "rollout_update_tokens_per_s", "outside_seconds")
+PICTURE_EVERY = 5
+"""Steps between pictures of the curves."""
 Times = Callable[[str, str], AbstractContextManager[None]]
 
 
@@ -36,9 +47,9 @@ class Recorder:
     """The history of a run, rebuilt from the store's artifacts when the run is resumed."""
 
     def __init__(self, session: Session, dataset: ArtifactRef, head: Head):
-        self.session = session
+        self.session, self.dataset = session, dataset
         self.heldout: dict[str, dict[str, float]] = {}
-        self.history = [committed_step(update) for update in updates_of(head)]
+        self.history = [committed_step(update) for update in updates_of(head)[1:]]
         self.before = session.run.read_json("report.json") or {}
         self.timings: list[Timing] = []
         self.last: dict[str, float] = {}
@@ -46,9 +57,10 @@ class Recorder:
             row["prompt_id"]: report.prompt_text(row) for row in open_artifact(dataset).table("train").to_pylist()
         }
         self.progress_id: Any = create_progress_artifact(
-            progress=100 * head.step / session.config.steps, key=f"{key(session.run.name)}-progress",
+            progress=100 * head.step / session.config.steps, key=f"{report.artifact_key(session.run.name)}-progress",
             description=f"Steps of {session.run.name}",
         )  # fmt: skip
+        self.flow_runs = pages.note_flow_run(session.run)
         where = f"resumed at step {head.step}" if session.resumed and head.step else "new"
         session.progress.line(
             f"run {session.run.name} ({where}), {session.config.steps} steps, store {session.run.store}"
@@ -76,10 +88,11 @@ class Recorder:
         entry = committed_step(head.update)
         metrics = entry["metrics"]
         metrics |= {f"seconds/{name}": value for name, value in self.last.items()}
-        markdown = report.step_markdown(step, metrics, entry["refs"]["scored"], self.prompts)
-        create_markdown_artifact(
-            markdown, key=f"{key(session.run.name)}-step-{step + 1:05d}", description=f"Step {step + 1}"
-        )
+        samples = report.step_samples(entry["refs"]["scored"], self.prompts)
+        name, title = report.artifact_key(session.run.name), f"Step {step + 1} of {session.run.name}"
+        markdown = report.step_markdown(step, metrics, samples, entry["refs"]["scored"])
+        create_markdown_artifact(markdown, key=f"{name}-step-{step + 1:05d}", description=title)
+        create_table_artifact(samples, key=f"{name}-samples", description=title)
         update_progress_artifact(self.progress_id, progress=100 * head.step / session.config.steps)
         wall = time.perf_counter() - self.started
         ack = session.ack_stage(head).committed()
@@ -88,6 +101,9 @@ class Recorder:
         self.timings.append(Timing(wall, dict(self.last), engine, metrics["rollout/tokens"]))
         metrics |= {"seconds/step": wall, "tokens_per_s": metrics["rollout/tokens"] / wall}
         self.history.append(entry)
+        if head.step % PICTURE_EVERY == 0:
+            self._picture()
+        announce(session, head, metrics["reward/mean"])
         session.tracker.step(step, metrics, entry["refs"] | {"policy": head.policy})
         remaining = session.config.steps - head.step
         eta = remaining * statistics.mean(timing.wall for timing in self.timings[-5:])
@@ -102,14 +118,24 @@ class Recorder:
         values = self._write(head)
         figures = {name: value for name, value in values.items() if isinstance(value, int | float)}
         session.tracker.summary(figures, {"policy": head.policy}, picture)
+        self._picture()
+        links = pages.run_links(session.run, session.tracker, self.flow_runs, head)
         create_markdown_artifact(
-            report.run_markdown(session.run.name, session.run.store, values, self.history),
-            key=f"{key(session.run.name)}-report", description=f"Report of {session.run.name}",
+            report.run_markdown(session.run.name, links, values, self.history),
+            key=f"{report.artifact_key(session.run.name)}-report", description=f"Report of {session.run.name}",
         )  # fmt: skip
+        conclude(session, head, self.dataset, values)
         folder = f"{session.run.store}/runs/{session.run.name}"
         for line in report.summary_lines(values, folder, session.tracker.uri, session.tracker.run_id):
             session.progress.line(line)
         return values
+
+    def _picture(self) -> None:
+        """The curves so far, as a picture in Prefect."""
+        create_image_artifact(
+            report.data_url(report.curves(self.history)),
+            key=f"{report.artifact_key(self.session.run.name)}-curves", description=f"Curves of {self.session.run.name}",
+        )  # fmt: skip
 
     def _write(self, head: Head) -> dict[str, Any]:
         rewards = [entry["metrics"]["reward/mean"] for entry in self.history]
@@ -133,6 +159,23 @@ class Recorder:
         return values
 
 
+def announce(session: Session, head: Head, reward: float) -> None:
+    """The event of a version that has just been committed."""
+    run = session.run
+    emit(PolicyCommitted(run=run.name, store=run.store, version=head.step, policy=head.policy, reward=reward))
+
+
+def conclude(session: Session, head: Head, dataset: ArtifactRef, values: dict[str, Any]) -> None:
+    """The asset of the final policy, and the event of a finished run."""
+    run = session.run
+    record_asset(
+        head.policy, name=f"{run.name} version {head.step}", description=f"Policy of run {run.name} after {head.step} steps",
+        upstream=[dataset], metadata={"run": run.name, "version": head.step, "digest": values["policy_digest"]},
+    )  # fmt: skip
+    ends = {"heldout_before": values["heldout_before"], "heldout_after": values["heldout_after"]}
+    emit(RunFinished(run=run.name, store=run.store, steps=head.step, policy=head.policy, **ends))
+
+
 def timing_figures(timings: list[Timing]) -> dict[str, Any]:
     """Share of the wall time outside the engines, medians a step, and the seconds outside the engines by stage."""
     if not timings:
@@ -154,14 +197,12 @@ def timing_figures(timings: list[Timing]) -> dict[str, Any]:
     }
 
 
-def updates_of(head: Head) -> list[ArtifactRef]:
-    """The updates that lead to `head`, oldest first, without the base."""
-    updates: list[ArtifactRef] = []
-    ref = head.update
-    while inputs := open_artifact(ref).manifest.inputs:
-        updates.append(ref)
-        ref = inputs[0]
-    return updates[::-1]
+def warm_start_line(update: ArtifactRef) -> str:
+    """What a person is told of a warm start."""
+    metrics = open_artifact(update).metadata["metrics"]
+    return "warm start: {steps:.0f} supervised steps, loss {loss_first:.2f} -> {loss_last:.2f} nats a token".format(
+        **metrics
+    )
 
 
 def committed_step(update: ArtifactRef) -> dict[str, Any]:
@@ -183,11 +224,6 @@ def committed_step(update: ArtifactRef) -> dict[str, Any]:
         "refs": {"rollouts": rollouts, "scored": scored, "update": update},
         "engine_s": {stage: m.provenance["engine_s"] for stage, m in manifests.items()},
     }
-
-
-def key(name: str) -> str:
-    """A Prefect artifact key: lower case, digits and dashes."""
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
 
 
 def _numbers(prefix: str, values: dict[str, Any]) -> dict[str, float]:

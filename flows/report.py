@@ -1,12 +1,17 @@
 """A run's report: report.json, the reward curve, and the markdown that Prefect shows."""
 
+import base64
 import io
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from infra.artifacts import ArtifactRef, open_artifact
+
+if TYPE_CHECKING:
+    from flows.evaluate import Evaluation
+    from flows.statistics import Estimate
 
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -45,19 +50,54 @@ def reward_curve(history: list[dict[str, Any]], heldout: dict[str, float]) -> by
     return buffer.getvalue()
 
 
-def step_markdown(
-    step: int, metrics: dict[str, float], scored: ArtifactRef, dataset_prompts: dict[str, str], rows: int = 8
-) -> str:
+def curves(history: list[dict[str, Any]]) -> bytes:
+    """Reward, entropy, k3 and gradient norm by step, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(8, 5), layout="constrained", sharex=True)
+    steps = [entry["step"] + 1 for entry in history]
+    for axis, (name, (metric, _)) in zip(axes.flat, SHOWN.items(), strict=True):
+        axis.plot(steps, [entry["metrics"][metric] for entry in history], marker="o", markersize=3)
+        axis.set(title=name, yscale="log" if name == "k3" else "linear")
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=80)
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
+def data_url(png: bytes) -> str:
+    """A picture as a URL that needs no server: Prefect shows it wherever its UI runs."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def step_samples(scored: ArtifactRef, dataset_prompts: dict[str, str], rows: int = 8) -> list[dict[str, Any]]:
+    """Some of a step's samples, spread over its prompts: prompt, response, reward, advantage."""
+    return [
+        {
+            "prompt": _short(dataset_prompts.get(row["prompt_id"], row["prompt_id"])),
+            "response": _short(row["response_text"]),
+            "reward": round(row["reward"], 3),
+            "advantage": round(row["advantage"], 3),
+        }
+        for row in _spread(open_artifact(scored).table("scored"), rows).to_pylist()
+    ]
+
+
+def step_markdown(step: int, metrics: dict[str, float], samples: list[dict[str, Any]], scored: ArtifactRef) -> str:
     """The page of a step: its metrics, and sampled prompts, responses and rewards as a table."""
-    table = open_artifact(scored).table("scored")
-    lines = [f"# Step {step}", "", "| metric | value |", "| --- | --- |"]
-    lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
-    lines += ["", "| prompt | response | reward | advantage |", "| --- | --- | ---: | ---: |"]
-    for row in _spread(table, rows).to_pylist():
-        prompt = dataset_prompts.get(row["prompt_id"], row["prompt_id"])
+    lines = [f"# Step {step + 1}", "", "| prompt | response | reward | advantage |", "| --- | --- | ---: | ---: |"]
+    for row in samples:
         lines.append(
-            f"| {_cell(prompt)} | {_cell(row['response_text'])} | {row['reward']:.2f} | {row['advantage']:+.2f} |"
+            f"| {_cell(row['prompt'])} | {_cell(row['response'])} | {row['reward']:.2f} | {row['advantage']:+.2f} |"
         )
+    lines += ["", "| metric | value |", "| --- | ---: |"]
+    lines += [f"| {key} | {value:.6g} |" for key, value in sorted(metrics.items())]
     return "\n".join([*lines, "", f"Artifact: `{scored.uri}`"])
 
 
@@ -79,14 +119,20 @@ def _spread(table: pa.Table, rows: int) -> pa.Table:
     return table.take(list(range(0, table.num_rows, stride))[:rows])
 
 
-def _cell(text: str) -> str:
-    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return flat if len(flat) <= 160 else flat[:157] + "..."
+def _short(text: str, longest: int = 160) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= longest else flat[: longest - 3] + "..."
 
 
-def run_markdown(name: str, store: str, values: dict[str, Any], history: list[dict[str, Any]]) -> str:
-    """The page of a run: its figures and its steps."""
-    lines = [f"# Run {name}", "", f"Artifacts: `{store}/runs/{name}`", "", "| figure | value |", "| --- | --- |"]
+def _cell(text: str, longest: int = 160) -> str:
+    """A model's text in a table of markdown: it must not end the cell, nor be taken for HTML."""
+    return _short(text, longest).replace("|", "\\|").replace("<", "&lt;")
+
+
+def run_markdown(name: str, links: dict[str, str], values: dict[str, Any], history: list[dict[str, Any]]) -> str:
+    """The page of a run: where its things are, its figures and its steps."""
+    lines = [f"# Run {name}", "", "| | |", "| --- | --- |", *[f"| {what} | {where} |" for what, where in links.items()]]
+    lines += ["", "| figure | value |", "| --- | ---: |"]
     lines += [f"| {key} | {_figure(value)} |" for key, value in values.items() if not isinstance(value, dict)]
     lines += ["", "| step | reward | k3 | grad norm |", "| ---: | ---: | ---: | ---: |"]
     for entry in history:
@@ -116,6 +162,77 @@ def summary_lines(values: dict[str, Any], folder: str, mlflow_uri: str, mlflow_r
         "  Prefect            make prefect-ui    then http://127.0.0.1:4200/runs",
         f"  MLflow             make mlflow-ui     then http://127.0.0.1:5000 (run {mlflow_run} in {mlflow_uri})",
     ]
+
+
+def evaluation_lines(result: "Evaluation") -> list[str]:
+    """What an evaluation says in a terminal."""
+    percent = f"{result.confidence:.0%}"
+    where = (
+        f"{result.environment.rpartition('/')[2]}, {result.split}: {result.accuracy.prompts} prompts x {result.samples}"
+    )
+    lines = [
+        f"run {result.run}, version {result.version} ({where})",
+        f"  accuracy   {_interval(result.accuracy)} ({percent} interval)",
+    ]
+    if result.baseline and result.gain:
+        lines += [
+            f"  baseline   {_interval(result.baseline)} (run {result.baseline_run}, version {result.baseline_version})",
+            f"  gain       {_interval(result.gain, '+.3f')}, paired by prompt",
+        ]
+    return lines
+
+
+def evaluation_markdown(result: "Evaluation") -> str:
+    """The page of an evaluation."""
+    rows = [("accuracy", result.accuracy), ("baseline", result.baseline), ("gain (paired by prompt)", result.gain)]
+    lines = [
+        f"# Run {result.run}, version {result.version}", "",
+        f"Environment `{result.environment}`, split `{result.split}`, {result.samples} samples a prompt.", "",
+        f"| | mean | {result.confidence:.0%} interval | standard error | prompts |", "| --- | ---: | --- | ---: | ---: |",
+    ]  # fmt: skip
+    for name, value in rows:
+        if value:
+            interval = f"{value.low:.3f} to {value.high:.3f}"
+            lines.append(f"| {name} | {value.mean:.3f} | {interval} | {value.standard_error:.3f} | {value.prompts} |")
+    if result.baseline:
+        lines += ["", f"The baseline is version {result.baseline_version} of run {result.baseline_run}."]
+    return "\n".join([*lines, "", f"Policy: `{result.policy.uri}`", "", f"Dataset: `{result.dataset.uri}`"])
+
+
+def dataset_markdown(name: str, ref: ArtifactRef, metadata: dict[str, Any], sample: list[str]) -> str:
+    """The page of a dataset."""
+    lines = [f"# Dataset {name}", "", "| split | prompts |", "| --- | ---: |"]
+    lines += [f"| {split} | {count} |" for split, count in metadata["prompts"].items()]
+    dropped = ", ".join(f"{count} {cause}" for cause, count in metadata["dropped"].items() if count)
+    lines += ["", f"Left out: {dropped or 'nothing'}", "", "| the first prompts of train |", "| --- |"]
+    lines += [f"| {_cell(text)} |" for text in sample]
+    return "\n".join([*lines, "", f"Artifact: `{ref.uri}`", "", f"Digest: `{ref.digest}`"])
+
+
+def failure_markdown(run: str, state: str, reason: str, advice: str, step: int | None) -> str:
+    """The page of a run that did not end well: why, and what to do."""
+    committed = "nothing is committed yet" if step is None else f"{step} steps are committed and are not done again"
+    return f"# Run {run}: {state}\n\n{_cell(reason, 1000)}\n\n**What to do:** {advice}\n\nOf this run, {committed}."
+
+
+def publication_markdown(lineage: dict[str, str], result: dict[str, Any], evaluation: "Evaluation") -> str:
+    """The page of a published model."""
+    lines = [
+        f"# {result['name']} version {result['model_version']}", "", result["decision"], "",
+        f"Folder: `{result['folder']}`", "",
+        "| lineage | |", "| --- | --- |",
+        *[f"| {key} | `{value}` |" for key, value in sorted(lineage.items())], "",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n" + evaluation_markdown(evaluation)
+
+
+def artifact_key(name: str) -> str:
+    """A Prefect artifact key: lower case, digits and dashes."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())
+
+
+def _interval(value: "Estimate", form: str = ".3f") -> str:
+    return f"{value.mean:{form}}, {value.low:{form}} to {value.high:{form}}"
 
 
 def _figure(value: Any) -> str:

@@ -13,6 +13,7 @@ from infra.actors import Engine, EngineSpec, start_ray, stop_ray
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
 from infra.run import Head, Run, Stage
+from infra.slots import held_slots
 from infra.store import Store
 from infra.tracking import Tracker
 
@@ -34,6 +35,10 @@ class Session:
     resumed: bool
     progress: Progress
     tracker: Tracker
+    engines: str
+    """What the engines' names begin with: unique among everything that runs on a Ray cluster at a time."""
+    microbatch_tokens: int
+    """Of the trainer: the settings' value, or what was found to fit in memory."""
     started: list[EngineSpec] = field(default_factory=list)
     opened: float = field(default_factory=time.monotonic)
 
@@ -51,11 +56,11 @@ class Session:
     def trainer(self) -> EngineSpec:
         """The resident Megatron trainer."""
         return EngineSpec(
-            name=f"{self.run.name}/trainer",
+            name=f"{self.engines}/trainer",
             factory="tasks.update.resident:ResidentTrainer",
             settings={
                 "model": self.model,
-                "config": self.config.update.model_dump(mode="json"),
+                "config": self.config.update.model_dump(mode="json") | {"microbatch_tokens": self.microbatch_tokens},
                 "seed": self.config.seed,
                 "store": self.run.store,
                 "checkpoints": f"runs/{self.run.name}/checkpoints",
@@ -84,9 +89,14 @@ class Session:
         Engine(spec).stop()
         self.started.remove(spec)
 
+    def stop_all(self) -> None:
+        """End every engine; a call after this loads a new one."""
+        for spec in list(self.started):
+            self.stop(spec)
+
     def _engine(self, name: str) -> EngineSpec:
         return EngineSpec(
-            name=f"{self.run.name}/{name}",
+            name=f"{self.engines}/{name}",
             factory="tasks.rollout.engine:load_engine",
             settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json"), **self._policy()},
             follow="tasks.sync.apply:follow",
@@ -105,10 +115,12 @@ class Session:
 
 
 @contextmanager
-def open_session(config: TrainConfig, run_name: str) -> Iterator[Session]:
+def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -> Iterator[Session]:
     """Check the input, claim or resume the run, start Ray; afterwards free every process that was started.
 
-    Raises BadInput for whatever is wrong with the model, the store or the run's name, before anything starts.
+    With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, and
+    the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with the model, the store or the run's
+    name, before anything starts.
     """
     store = Store.at(config.store).url
     model = prepare_model(config.model, home() / "models")
@@ -118,20 +130,29 @@ def open_session(config: TrainConfig, run_name: str) -> Iterator[Session]:
     resumed = run.open(config.identity() | {"model_fingerprint": digest})
     progress = Progress()
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
-    tracker = Tracker(uri, config.tracking.experiment, run_name, store, config.model_dump(mode="json"))
-    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker)
+    parameters = config.model_dump(mode="json")
+    tracker = Tracker(uri, config.tracking.experiment, run_name, store, parameters, owns_status=visit is None)
+    names = f"{run_name}/{visit}" if visit else run_name
+    fits = (run.read_json("memory.json") or {}).get("microbatch_tokens", config.update.microbatch_tokens)
+    microbatch = min(fits, config.update.microbatch_tokens)
+    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
-        start_ray()
-        yield session
+        with held_slots(config.resources.slots, config.resources.slots_needed()):
+            try:
+                start_ray()
+                yield session
+            finally:
+                for spec in session.started:
+                    Engine(spec).stop()
+                stop_ray()
         status = "FINISHED"
-    except (KeyboardInterrupt, SystemExit):
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, or Prefect's own signal when the flow run is cancelled
         status = "KILLED"
         raise
     finally:
-        for spec in session.started:
-            Engine(spec).stop()
-        stop_ray()
         faults = tracker.finish(status)
         progress.close()
         for fault in faults:

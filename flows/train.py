@@ -1,6 +1,7 @@
 """The train flow: prompts -> rollouts -> rewards -> policy update -> weight sync, step by step.
 
 prepare_dataset                                 prompts, train and held-out
+warm_start_policy                               supervised steps on the environment's solutions, if asked for
 publish_policy, sync_engine                     version 0
 evaluate                                        held-out accuracy before
 for each step
@@ -20,35 +21,49 @@ from prefect.runtime import flow_run
 
 from flows.config import TrainConfig
 from flows.evaluate import evaluate_version
-from flows.prepare import dataset_of, split_size
-from flows.recorder import Recorder, Times
+from flows.failures import default_run, end_crash_loop, run_of, tell_failure
+from flows.memory import within_memory
+from flows.prepare import run_dataset, split_size
+from flows.recorder import Recorder, Times, warm_start_line
 from flows.session import Session, open_session
 from infra.artifacts import ArtifactRef
+from infra.credentials import use_credentials
 from infra.run import Head
 from tasks.dataset.batches import step_rows
-from tasks.reward.task import score_rollouts
+from tasks.dataset.task import commit_demonstrations
+from tasks.reward.task import check_weights, score_rollouts
 from tasks.rollout.task import generate_rollouts
 from tasks.sync.retention import drop_old_versions
 from tasks.sync.task import publish_policy, sync_engine, verify_against_fresh_engine
-from tasks.update.task import commit_base, finish_checkpoint, update_policy
+from tasks.update.task import commit_base, finish_checkpoint, update_policy, warm_start_policy
 
 
 def _flow_run_name() -> str:
-    config = flow_run.parameters["config"]
-    name = config.get("run") if isinstance(config, dict) else config.run
-    return f"train {name}" if name else f"train {flow_run.id}"
+    return f"train {run_of(flow_run.parameters, str(flow_run.id))[0]}"
 
 
-@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
-def train(config: TrainConfig) -> dict[str, Any]:
+@flow(
+    name="train", flow_run_name=_flow_run_name, persist_result=False,
+    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
+)  # fmt: skip
+def train(config: TrainConfig, dataset: ArtifactRef | None = None) -> dict[str, Any]:
     """Train a policy by RL. A run of the same name goes on from its last committed step.
 
     Returns the run's report (also report.json in the run's folder).
+
+    Args:
+        config: The run's settings; a profile's values.
+        dataset: The dataset to train on, as the event `dataset.ready` names it. Null: the one that config.dataset describes.
     """
-    with open_session(config, config.run or f"train-{str(flow_run.id)[:8]}") as session:
-        dataset = session.run.pinned("dataset", lambda: dataset_of(session.run.store, config.dataset, session.model))
+    use_credentials(config.credentials)
+    with open_session(config, config.run or default_run(str(flow_run.id))) as session:
+        head = session.run.head()
+        end_crash_loop(session.run, head.step if head else 0)
+        dataset = run_dataset(session.run, config.dataset, dataset, session.model, config.timeouts.dataset_s)
+        check_weights(config.reward, dataset)
+        demonstrations = demonstrations_of(session, dataset)
         session.load_engines()
-        base = first_version(session)
+        base = first_version(session, demonstrations)
         head = session.run.head() or session.run.advance(None, base)
         recorder = Recorder(session, dataset, head)
         recorder.heldout["before"] = evaluate_version(session, dataset, base.policy, step=0)
@@ -72,10 +87,27 @@ def train(config: TrainConfig) -> dict[str, Any]:
         return recorder.finish(head)
 
 
-def first_version(session: Session) -> Head:
-    """Version 0: the base model, published by the trainer and applied to the engine like any other version."""
+def demonstrations_of(session: Session, dataset: ArtifactRef) -> ArtifactRef | None:
+    """What the warm start learns from, if the settings ask for one."""
+    settings = session.config.warm_start
+    if not settings.steps:
+        return None
+    stage = session.run.stage("demonstrations", 0, [dataset], settings.digest())
+    return commit_demonstrations(stage, dataset=dataset, settings=settings.model_dump(mode="json"))
+
+
+def first_version(session: Session, demonstrations: ArtifactRef | None) -> Head:
+    """Version 0: the base model, after its warm start if there is one, published by the trainer and applied to the engine
+    like any other version."""
     base = commit_base(session.run.stage("base", 0, []), {"model_fingerprint": session.fingerprint})
-    return publish(session, Head(step=0, update=base, policy=base))
+    if demonstrations is not None:
+        with session.progress.waiting("supervised warm start"):
+            base = warm_start_policy(
+                session.run.stage("warm-start", 0, [base, demonstrations], session.config.update.digest()),
+                session.trainer, parent=base, demonstrations=demonstrations, timeout_s=session.config.timeouts.update_s,
+            )  # fmt: skip
+        session.progress.line(warm_start_line(base))
+    return publish(session, Head(step=0, update=base, policy=base), parent=None)
 
 
 def train_step(session: Session, dataset: ArtifactRef, head: Head, times: Times) -> Head:
@@ -95,23 +127,24 @@ def train_step(session: Session, dataset: ArtifactRef, head: Head, times: Times)
             rollouts=rollouts, dataset=dataset, split="train",
         )  # fmt: skip
     with times("update", "Megatron updates the policy"):
-        update = update_policy(
+        update = within_memory(session, step, lambda: update_policy(
             run.stage("update", step, [head.update, scored], config.update.digest()), session.trainer,
             parent=head.update, scored=scored, checkpoint=(step + 1) % config.checkpoint_every == 0,
             timeout_s=config.timeouts.update_s,
-        )  # fmt: skip
+        ))  # fmt: skip
     with times("sync", "the new policy version goes to vLLM"):
-        new = publish(session, Head(step=step + 1, update=update, policy=head.policy))
+        new = publish(session, Head(step=step + 1, update=update, policy=head.policy), parent=head.policy)
         session.run.advance(head, new)
-        drop_old_versions(run, step + 1 - config.sync.keep_versions)
+        if new.step % config.sync.anchor_every == 0:  # before a new anchor, all chains still need the last one
+            drop_old_versions(run, new.policy, config.sync.keep_versions)
     return new
 
 
-def publish(session: Session, head: Head) -> Head:
+def publish(session: Session, head: Head, parent: ArtifactRef | None) -> Head:
     """Publish the policy after `head.update` and have the engine acknowledge it; the head with that version."""
     policy = publish_policy(
-        session.run.stage("policy", head.step, [head.update]), session.trainer,
-        update=head.update, timeout_s=session.config.timeouts.sync_s,
+        session.run.stage("policy", head.step, [head.update]), session.trainer, session.config.sync,
+        update=head.update, parent=parent, timeout_s=session.config.timeouts.sync_s,
     )  # fmt: skip
     new = Head(step=head.step, update=head.update, policy=policy)
     acknowledge(session, new)

@@ -11,3 +11,7 @@ class Corrupted(RuntimeError):
 
 class Transient(RuntimeError):
     """A network or store fault that may pass: worth a retry with backoff."""
+
+
+class OutOfMemory(RuntimeError):
+    """An engine's device or process has no memory left: the same work will not fit again, smaller work may."""

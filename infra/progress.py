@@ -1,16 +1,28 @@
 """What a run says while it runs: one line a step, and what it is waiting for."""
 
+import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
 
 
+def speaker() -> Callable[[str], None]:
+    """What tells a person something: the flow run's log where a worker runs it (read in the UI), else standard output."""
+    from prefect.runtime import deployment
+
+    if deployment.id:
+        from prefect.logging import get_run_logger
+
+        return get_run_logger().info
+    return functools.partial(print, flush=True)
+
+
 class Progress:
-    """Lines for a person, on standard output; the memory of all the run's processes, sampled as it goes."""
+    """Lines for a person; the memory of all the run's processes, sampled as it goes."""
 
     SAMPLE_S = 1.0
     REMIND_S = 15.0  # where there is no terminal, how often a long wait is mentioned
@@ -19,14 +31,15 @@ class Progress:
         self.peak_rss_bytes = 0
         self._waiting: tuple[str, float] | None = None
         self._reminded = 0.0
-        self._live = sys.stdout.isatty()
+        self._say = speaker()
+        self._live = sys.stdout.isatty() and isinstance(self._say, functools.partial)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
         self._thread.start()
 
     def line(self, text: str) -> None:
         """Print one line."""
-        print(("\r\033[K" if self._live else "") + text, flush=True)
+        self._say(("\r\033[K" if self._live else "") + text)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -55,7 +68,7 @@ class Progress:
                     print(f"\r\033[K  ... {what} ({seconds:.0f} s)", end="", flush=True)
                 elif time.monotonic() - self._reminded > self.REMIND_S:
                     self._reminded = time.monotonic()
-                    print(f"  ... {what} ({seconds:.0f} s)", flush=True)
+                    self._say(f"  ... {what} ({seconds:.0f} s)")
 
 
 def tree_rss() -> int:

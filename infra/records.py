@@ -3,7 +3,8 @@
 Token ids are those of the model's tokenizer. T = len(prompt_ids) + len(response_ids) throughout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -33,6 +34,16 @@ PROMPT = pa.schema(
 )
 """A prompt. messages: JSON list of {role, content}, "" when `text` is used. answer, metadata: JSON."""
 
+DEMONSTRATION = pa.schema(
+    [
+        _required("prompt_id", pa.string()),
+        _required("messages", pa.string()),
+        _required("text", pa.string()),
+        _required("solution", pa.string()),
+    ]
+)
+"""A prompt (see PROMPT) with a response that earns its environment's full reward."""
+
 ROLLOUT = pa.schema(
     [
         _required("prompt_id", pa.string()),
@@ -44,6 +55,7 @@ ROLLOUT = pa.schema(
         pa.field("routes_dtype", pa.string()),
         pa.field("routes_shape", pa.list_(pa.int32())),
         pa.field("routes_mask", pa.binary()),
+        pa.field("routes_layers", pa.list_(pa.int32())),
         _required("finish_reason", pa.string()),
         _required("policy_version", pa.string()),
         _required("seed", pa.int64()),
@@ -67,7 +79,7 @@ SCORED = pa.schema(
 """A rollout with its reward. reward_parts: JSON name -> float. loss_mask: the response tokens that count."""
 
 _ONE_A_RESPONSE_TOKEN = ("logprobs", "loss_mask")
-_ROUTES = ("routes", "routes_dtype", "routes_shape", "routes_mask")
+ROUTES = ("routes", "routes_dtype", "routes_shape", "routes_mask", "routes_layers")
 
 
 def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -93,41 +105,58 @@ def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return table.select(schema.names).cast(schema)
 
 
-def pack_routes(routes: "np.ndarray", mask: "np.ndarray") -> dict[str, Any]:
-    """The four `routes*` columns of a row.
+@dataclass(frozen=True)
+class Routes:
+    """The experts that the tokens of one sequence were sent to."""
 
-    routes: uint8 or uint16 [T, layers, topk], expert ids. mask: bool [T], False where the token has no route (the
-    last sampled token, or an EOS appended after the fact); such rows hold no meaning and must not be replayed.
-    """
+    experts: "np.ndarray"
+    """uint8 or uint16 [T, layers, topk]: expert ids, in any order within a token."""
+    mask: "np.ndarray"
+    """bool [T], False where the token has no route (the last sampled token, or an EOS appended after the fact); such rows
+    hold no meaning and must not be replayed."""
+    layers: tuple[int, ...]
+    """The number N of `model.layers.N` of each entry of the second dimension: layers with experts, ascending."""
+
+
+def pack_routes(routes: Routes) -> dict[str, Any]:
+    """The five `routes*` columns of a row."""
     import numpy as np
 
-    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
-        raise BadInput(f"routes: {routes.dtype} {routes.shape}, expected uint8 or uint16 [T, layers, topk]")
-    if mask.dtype != np.bool_ or mask.shape != routes.shape[:1]:
-        raise BadInput(f"routes_mask: {mask.dtype} {mask.shape}, expected bool [{routes.shape[0]}]")
-    little_endian = routes.dtype.newbyteorder("<")
+    experts, mask = routes.experts, routes.mask
+    if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
+        raise BadInput(f"routes: {experts.dtype} {experts.shape}, expected uint8 or uint16 [T, layers, topk]")
+    if mask.dtype != np.bool_ or mask.shape != experts.shape[:1]:
+        raise BadInput(f"routes_mask: {mask.dtype} {mask.shape}, expected bool [{experts.shape[0]}]")
+    _check_layers(routes.layers, experts.shape[1])
     return {
-        "routes": np.ascontiguousarray(routes, dtype=little_endian).tobytes(),
-        "routes_dtype": routes.dtype.name,
-        "routes_shape": list(routes.shape),
+        "routes": np.ascontiguousarray(experts, dtype=experts.dtype.newbyteorder("<")).tobytes(),
+        "routes_dtype": experts.dtype.name,
+        "routes_shape": list(experts.shape),
         "routes_mask": mask.astype(np.uint8).tobytes(),
+        "routes_layers": list(routes.layers),
     }
 
 
-def unpack_routes(row: Mapping[str, Any]) -> "tuple[np.ndarray, np.ndarray] | None":
-    """(routes, mask) as given to `pack_routes`, read-only views of the row; None when the row has no routes."""
+def unpack_routes(row: Mapping[str, Any]) -> Routes | None:
+    """The routes given to `pack_routes`, as read-only views of the row; None when the row has none."""
     import numpy as np
 
-    values = [row[name] for name in _ROUTES]
+    values = [row[name] for name in ROUTES]
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
-        raise BadInput(f"{', '.join(_ROUTES)}: expected all or none in a row")
-    data, dtype, shape, packed_mask = values
+        raise BadInput(f"{', '.join(ROUTES)}: expected all or none in a row")
+    data, dtype, shape, packed_mask, layers = values
     if dtype not in ("uint8", "uint16") or len(shape) != 3 or min(shape) < 0:
         raise BadInput(f"routes: {dtype} {shape}, expected uint8 or uint16 [T, layers, topk]")
     item = np.dtype(dtype).newbyteorder("<")
     if len(data) != item.itemsize * shape[0] * shape[1] * shape[2] or len(packed_mask) != shape[0]:
         raise BadInput(f"routes: {len(data)} bytes and a mask of {len(packed_mask)} do not fit {dtype} {list(shape)}")
-    routes = np.frombuffer(data, item).reshape(shape).astype(np.dtype(dtype), copy=False)
-    return routes, np.frombuffer(packed_mask, np.uint8) != 0
+    _check_layers(layers, shape[1])
+    experts = np.frombuffer(data, item).reshape(shape).astype(np.dtype(dtype), copy=False)
+    return Routes(experts, np.frombuffer(packed_mask, np.uint8) != 0, tuple(layers))
+
+
+def _check_layers(layers: Sequence[int], count: int) -> None:
+    if len(layers) != count or list(layers) != sorted(set(layers)):
+        raise BadInput(f"routes_layers: {list(layers)}, expected the ascending numbers of {count} layers")

@@ -111,6 +111,12 @@ class Run(Config):
             )
         return True
 
+    def settings(self) -> dict[str, Any]:
+        """What `open` was given when the run began. Raises BadInput when there is no such run."""
+        if (settings := self.read_json("run.json")) is None:
+            raise BadInput(f"run: there is no run {self.name!r} in {self.store}")
+        return settings
+
     def pinned(self, name: str, make: Callable[[], ArtifactRef]) -> ArtifactRef:
         """The artifact that the run has used as `name` from its first start on; `make` gives it then."""
         key = f"{name}.json"

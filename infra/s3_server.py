@@ -74,7 +74,7 @@ class S3Server:
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(config), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=_end_with_parent, cwd=self.folder, env=environment,
+                preexec_fn=end_with_parent, cwd=self.folder, env=environment,
             )  # fmt: skip
         try:
             self._wait()
@@ -185,7 +185,7 @@ def _is_open(port: int) -> bool:
     return False
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Linux: a server must not outlive a parent that was killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

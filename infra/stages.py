@@ -8,22 +8,26 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 
-from infra.errors import BadInput, Corrupted
+from infra.errors import BadInput, Corrupted, OutOfMemory
 
 
 def worth_a_retry(_task: Any, _task_run: Any, state: State[Any]) -> bool:
-    """Bad input and damaged data stay what they are; a lost engine or a network fault may pass."""
+    """Bad input and damaged data stay what they are, what does not fit in memory must get smaller first (flows/memory.py);
+    a lost engine or a fault of the network or the store may pass."""
     try:
         state.result()
-    except (BadInput, Corrupted):
+    except (BadInput, Corrupted, OutOfMemory):
         return False
     except Exception:
         return True
     return False
 
 
-def stage_task(name: str, retries: int = 3) -> Any:
+def stage_task(name: str, retries: int = 5) -> Any:
     """A Prefect task for a stage. Its first argument is the `Stage`, which names the task run.
+
+    A retry waits 2, 4, 8, ... s, up to half as long again at random: a store that restarts is outwaited, and runs that it
+    failed together do not come back together.
 
     Results are not persisted by Prefect: the stage's artifact is the result, and `Stage.committed` finds it again.
     """
@@ -32,7 +36,7 @@ def stage_task(name: str, retries: int = 3) -> Any:
         name=name,
         task_run_name=name + " {stage.step}",
         retries=retries,
-        retry_delay_seconds=exponential_backoff(backoff_factor=1),
+        retry_delay_seconds=exponential_backoff(backoff_factor=2),
         retry_jitter_factor=0.5,
         retry_condition_fn=worth_a_retry,
         cache_policy=NO_CACHE,

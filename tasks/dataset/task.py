@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from infra.artifacts import ArtifactRef
+from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.stages import stage_task
 from tasks.dataset.config import DatasetConfig
@@ -36,6 +36,19 @@ def prepare_dataset(stage: Stage, config: DatasetConfig, model: str | None = Non
     with stage.write("dataset", metadata={"prompts": counts, "dropped": prepared.dropped}) as writer:
         writer.table("train", prepared.train)
         writer.table("heldout", prepared.heldout)
+    return writer.ref
+
+
+@stage_task("demonstrations")
+def commit_demonstrations(stage: Stage, *, dataset: ArtifactRef, settings: dict[str, Any]) -> ArtifactRef:
+    """Artifact of kind `demonstrations`: the train prompts with their environment's solutions, and how to learn from them."""
+    from tasks.dataset.demonstrate import demonstrate
+
+    if done := stage.committed():
+        return done
+    table = demonstrate(open_artifact(dataset).table("train"))
+    with stage.write("demonstrations", metadata={"settings": settings}) as writer:
+        writer.table("demonstrations", table)
     return writer.ref
 
 

@@ -111,6 +111,22 @@ def _warn(verdicts: list[Verdict]) -> None:
             )
 
 
+def check_weights(prompts: pa.Table, config: RewardConfig) -> None:
+    """Raises BadInput for a weight of a part that the environment's reward does not have, before anything is sampled.
+
+    It asks for the reward of an empty response to the first prompts; a verifier that cannot judge one says nothing, and
+    the weights are then looked at with the first rollouts.
+    """
+    if not config.weights:
+        return
+    rows = prompts.slice(0, 4).to_pylist()
+    verdicts = []
+    for row in rows:
+        pool = resident_pool(row["environment"], config.timeout_s, config.workers)
+        verdicts += pool.score([Request("", json.loads(row["answer"]), json.loads(row["metadata"]))])
+    _rewards(verdicts, config.weights)
+
+
 def _rewards(verdicts: list[Verdict], weights: dict[str, float]) -> np.ndarray:
     """float64 [N]: weighted sums of the parts, 0 for masked samples; BadInput for a weight of a part that is not there."""
     names = {name for verdict in verdicts for name in verdict.parts}

@@ -25,3 +25,11 @@ def score_rollouts(
     with stage.write("scored", metadata={"metrics": metrics}, provenance={"engine_s": seconds}) as writer:
         writer.table("scored", scored)
     return writer.ref
+
+
+def check_weights(config: RewardConfig, dataset: ArtifactRef) -> None:
+    """Raises BadInput for a weight in `config` that the environment's reward has no part for."""
+    from tasks.reward import scoring
+
+    if config.weights:
+        scoring.check_weights(open_artifact(dataset).table("train"), config)

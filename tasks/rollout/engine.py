@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,14 +13,20 @@ import pyarrow as pa
 
 from infra import records
 from infra.adapters import LoraConfig, check_fits
-from infra.errors import BadInput, Transient
+from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
+from infra.tensors import checkpoint_shapes
 from tasks.rollout import adapter
 from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
     import torch
+    from numpy import ndarray
+
+    from infra.codec.frame import Changes
+    from tasks.rollout.patches import Update
+    from tasks.rollout.slots import Slot
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -57,8 +64,8 @@ class RolloutEngine:
         """
         self.config, self.lora, self.mxfp8 = config, lora, mxfp8
         self.version: str | None = None
-        """The policy digest given to the last `apply`; None: the folder's own weights."""
-        self._broken = False
+        """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
+        self._closed = False
         _prepare_environment(config)
         if lora is not None:
             adapter.prepare_environment(lora, config.tensor_parallel_size)
@@ -69,9 +76,10 @@ class RolloutEngine:
         register()
         import vllm
 
-        from infra.tensors import checkpoint_shapes
+        from tasks.rollout import weights
 
         self._shapes = checkpoint_shapes(model_dir)
+        self._expert_layers = expert_layers(self._shapes)
         self._routes = config.routes == "auto" and has_experts(model_dir)
         self._lora_request: Any = None
         arguments = engine_arguments(model_dir, config, self._routes)
@@ -87,6 +95,12 @@ class RolloutEngine:
             self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
+        self._slots: dict[str, Slot] = {}
+        self._wider: dict[str, torch.Tensor] = {}
+        if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+            slots = self._llm.collective_rpc(weights.find_slots)[0]
+            if all(name in slots and slots[name].shape == shape for name, shape in self._shapes.items()):
+                self._slots = slots
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def sample(
@@ -172,35 +186,71 @@ class RolloutEngine:
     def apply(self, tensors: "Iterable[tuple[str, torch.Tensor]]", version: str) -> None:
         """Take over a full policy in place: checkpoint names, any float dtype (cast to the engine's, per parameter).
 
-        Nothing changes when `tensors` fails half-way or does not fit the model (BadInput names the tensor). KV computed
-        under the old weights is never used again. Should vLLM itself fail while it loads, the engine refuses to sample
-        (Transient) until an `apply` succeeds.
+        Only what differs is written. Nothing has changed when this raises: `tensors` may fail half-way or not fit the
+        model (BadInput names the tensor), and should loading itself fail, the old weights are put back.
         """
-        from tasks.rollout import weights
+        from tasks.rollout import patches, weights
 
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
         numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
         complete = weights.collect(numbers, self._shapes)
-        self._broken, self.version = True, None
-        self._llm.collective_rpc(weights.load, args=(complete,))
+        if not self._slots:
+            self._load(complete)
+            self._changed(version)
+            return
+        self.commit(patches.Update.full(self._slots, complete), version)
+
+    def _load(self, tensors: "list[tuple[str, torch.Tensor]]") -> None:
+        """Through vLLM's loader, which knows every layout."""
+        from tasks.rollout import weights
+
+        faults = self._llm.collective_rpc(weights.load_or_restore, args=(tensors,))
+        fault = next((fault for fault in faults if fault is not None), None)
+        self._llm.collective_rpc(weights.settle, args=(fault is not None,))
+        if fault is not None:
+            raise fault
+
+    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
+        """The bits of a checkpoint tensor as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
+        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        from tasks.rollout.patches import words_of
+
+        if name not in self._slots or self.mxfp8 is not None:  # there it holds what elements and scales stand for
+            return None
+        return words_of(self._slots[name], self._wider.get(name), dtype)
+
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+        """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
+        from tasks.rollout.patches import Update
+
+        return Update.sparse(self._slots, self._wider, changes)
+
+    def commit(self, update: "Update", version: str) -> None:
+        """Write a prepared update and forget the KV of the old weights. When it raises, the old weights are back."""
+        from tasks.rollout import patches
+
+        patches.write(update.patches)
+        self._wider = update.wider
+        self._changed(version)
+
+    def _changed(self, version: str) -> None:
         self._llm.reset_prefix_cache()
-        self._broken, self.version = False, version
+        self.version = version
 
     def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
         """Take over an adapter in place of the last one: PEFT's names and 2-D layout, and its adapter_config.json.
 
         Nothing changes when it does not fit (BadInput names the module). KV computed under the old adapter is never
-        used again; a failure inside vLLM leaves the engine refusing to sample, as with `apply`.
+        used again. Should vLLM itself fail, `version` is None: the engine holds neither.
         """
         if self.lora is None:
             raise BadInput("the engine was started without an adapter: set policy: lora in the profile")
         check_fits(tensors, self._shapes, self.lora.engine_rank)
-        self._broken, self.version = True, None
+        self.version = None
         self._llm.collective_rpc(adapter.load, args=(tensors, config))
-        self._llm.reset_prefix_cache()
         self._lora_request = adapter.request()
-        self._broken, self.version = False, version
+        self._changed(version)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
@@ -226,14 +276,14 @@ class RolloutEngine:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-        self._broken = True
+        self._closed = True
         self._llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
     def _check_usable(self) -> None:
-        if self._broken:
-            raise Transient("the engine's last weight update failed while loading; apply a policy first")
+        if self._closed:
+            raise BadInput("the engine is closed")
 
     def _generate(self, prompts: list[list[int]], params: list[Any], *, fork: bool) -> list[Any]:
         # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.
@@ -293,7 +343,11 @@ class RolloutEngine:
                     "policy_version": self.version or "",
                     "seed": seed,
                     "response_text": text,
-                    **(routes_columns(output.routed_experts, len(ids) + len(response)) if self._routes else {}),
+                    **(
+                        routes_columns(output.routed_experts, len(ids) + len(response), self._expert_layers)
+                        if self._routes
+                        else {}
+                    ),
                 }
             )
         return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
@@ -305,18 +359,33 @@ def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def routes_columns(routes: Any, tokens: int) -> dict[str, Any]:
-    """vLLM's routes [tokens - 1, layers, topk] as `routes*` columns of `tokens` rows; the last token has no route.
+def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
+    """vLLM's routes [tokens - 1, all layers, topk] as the `routes*` columns of `tokens` tokens and `layers` alone.
 
-    Raises RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
+    The last token has no route, and neither has one whose rows vLLM has never written: both are marked. Raises
+    RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
     """
     import numpy as np
 
     if routes is None or len(routes) < tokens - 1:
         raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
-    padded = np.zeros((tokens, *routes.shape[1:]), routes.dtype)
-    padded[: tokens - 1] = routes[: tokens - 1]
-    return records.pack_routes(padded, np.arange(tokens) < tokens - 1)
+    layers = [
+        layer for layer in layers if layer < routes.shape[1]
+    ]  # layers that only predict further tokens lie behind
+    experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
+    experts[: tokens - 1] = routes[: tokens - 1, layers]
+    # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).
+    written = experts.any((1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
+    if tokens > 1 and not written[:-1].any():
+        raise RuntimeError(f"vLLM recorded none of the routes of {tokens - 1} tokens")
+    written[-1] = False
+    return records.pack_routes(records.Routes(experts, written, tuple(layers)))
+
+
+def expert_layers(names: Iterable[str]) -> list[int]:
+    """The numbers of the layers that have routed experts, from a checkpoint's tensor names."""
+    found = (re.search(r"\blayers\.(\d+)\..*\bexperts\b", name) for name in names)
+    return sorted({int(match[1]) for match in found if match})
 
 
 def has_experts(model_dir: str) -> bool:

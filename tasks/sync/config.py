@@ -1,5 +1,7 @@
 """Settings of weight sync."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from infra.config import Config
@@ -18,6 +20,10 @@ class SyncConfig(Config):
     precisions, 5."""
     verify_fresh: bool = True
     """At the end of a run, load a second engine with the last version and compare it with the resident one."""
+    form: Literal["auto", "full"] = "auto"
+    """auto: a version holds what changed since the one before (lossless). full: every version holds all tensors."""
+    anchor_every: int = Field(10, ge=1)
+    """Of versions, every how-manieth holds all tensors besides: where a fresh engine starts from."""
     keep_versions: int = Field(3, ge=1)
     """Policy versions whose tensors are kept while a run goes on; version 0 and the last one always are."""
 

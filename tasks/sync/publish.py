@@ -7,13 +7,19 @@ from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
 from infra.store import Store
+from tasks.sync.config import SyncConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from infra.mirror import Mirror
+
 
 class PolicySource(Protocol):
     """What publishing needs of a trainer."""
+
+    published: "Mirror | None"
+    """The version that was published last, kept here from one call to the next; None at first."""
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
@@ -24,17 +30,31 @@ class PolicySource(Protocol):
         ...
 
 
-def publish(trainer: PolicySource, stage: Stage) -> ArtifactRef:
-    """Commit the trainer's policy as version `stage.step`: full, or an adapter when the trainer trains one."""
+def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: ArtifactRef | None) -> ArtifactRef:
+    """Commit the trainer's policy as version `stage.step`: what changed since `parent`, or, without one, all of it.
+    An adapter is always all of it.
+
+    Every `config.anchor_every`-th version holds all of it besides.
+    """
     if done := stage.committed():
         return done
-    return policy.write_full(
-        Store.at(stage.store),
-        stage.key,
-        trainer.export(),
-        version=stage.step,
-        step=stage.step,
-        inputs=stage.inputs,
-        config_hash=stage.settings,
-        adapter_config=trainer.adapter_config(),
-    )
+    store = Store.at(stage.store)
+    options: dict[str, Any] = {
+        "version": stage.step,
+        "step": stage.step,
+        "inputs": stage.inputs,
+        "config_hash": stage.settings,
+    }
+    adapter = trainer.adapter_config()
+    if parent is None or config.form == "full" or adapter is not None:
+        base = policy.describe(parent).policy_digest if parent else None
+        return policy.write_full(
+            store, stage.key, trainer.export(), base=base, parent=parent, adapter_config=adapter, **options
+        )
+    mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
+    if mirror is None or mirror.ref != parent:
+        mirror = policy.mirror_of(parent)
+    anchor = stage.step % config.anchor_every == 0
+    ref = policy.write_delta(store, stage.key, trainer.export(), mirror, anchor=anchor, **options)
+    trainer.published = mirror
+    return ref

@@ -11,11 +11,22 @@ from tasks.sync.verify import compare, probe_sequences
 
 
 @stage_task("publish")
-def publish_policy(stage: Stage, trainer: EngineSpec, *, update: ArtifactRef, timeout_s: float | None) -> ArtifactRef:
-    """Artifact of kind `policy`: the version after `update`, every tensor with its digest."""
+def publish_policy(
+    stage: Stage,
+    trainer: EngineSpec,
+    config: SyncConfig,
+    *,
+    update: ArtifactRef,
+    parent: ArtifactRef | None,
+    timeout_s: float | None,
+) -> ArtifactRef:
+    """Artifact of kind `policy`: the version after `update`, every tensor with its digest; a delta to `parent`."""
     if done := stage.committed():
         return done
-    return Engine(trainer).call("tasks.sync.publish:publish", version=update, timeout_s=timeout_s, stage=stage)
+    publish = Engine(trainer).call
+    return publish(
+        "tasks.sync.publish:publish", version=update, timeout_s=timeout_s, stage=stage, config=config, parent=parent
+    )
 
 
 @stage_task("sync")

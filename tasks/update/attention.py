@@ -1,14 +1,15 @@
 """Attention and rotary positions over a packed row, for Megatron's local (non-TE) layers.
 
-`SegmentAttention` takes the place of Megatron's core attention. What `attention_mask` usually carries is here an
+`SegmentAttention` takes the place of Megatron's core attention. `attention_mask` carries the number of an
 `AttentionLayout`: index tensors that gather queries and keys of all segments into a few padded batches, so that the
-attention costs what its segments cost, not the square of the row.
+attention costs what its segments cost, not the square of the row. (A number, because Megatron's recomputation keeps
+tensors only.)
 
 Shape suffixes: S tokens, B segments of a bucket, Q and K their padded query and key lengths, G query groups, D head size.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
@@ -32,6 +34,17 @@ class Bucket:
     """int64, rows of the S tokens: the prefix, then the segment itself (0 where padded)."""
     mask_BQK: Tensor
     """bool, True where a query sees a key. A padded query sees one key, so that its softmax is finite."""
+    distance_BQK: Tensor
+    """int64, positions from key to query (0 at what is padded)."""
+    _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor:
+        """`mask_BQK` of a layer that looks back at most `window` positions (None: at all); made once for all its kind."""
+        if window is None:
+            return self.mask_BQK
+        if window not in self._windows:
+            self._windows[window] = self.mask_BQK & (self.distance_BQK <= window)
+        return self._windows[window]
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ def _bucket(segments: list[Segment]) -> Bucket:
     width = max(s.prefix_stop - s.prefix_start + s.stop - s.start for s in segments)
     keys = np.full((len(segments), width), -1)
     mask = np.zeros((*queries.shape, width), dtype=bool)
+    distance = np.zeros(mask.shape, dtype=np.int64)
     for b, segment in enumerate(segments):
         own, prefix = segment.stop - segment.start, segment.prefix_stop - segment.prefix_start
         keys[b, :prefix] = np.arange(segment.prefix_start, segment.prefix_stop)
@@ -76,52 +90,64 @@ def _bucket(segments: list[Segment]) -> Bucket:
         mask[b, :own, :prefix] = True
         mask[b, :own, prefix : prefix + own] = np.tri(own, dtype=bool)
         mask[b, own:, 0] = True
-    return Bucket(*(torch.from_numpy(array) for array in (queries.clip(0), keys.clip(0), mask)))
+        seen = np.arange(prefix + own)  # a prefix is the whole of what comes before its segment
+        distance[b, :own, : prefix + own] = seen[prefix:, None] - seen
+    return Bucket(*(torch.from_numpy(array) for array in (queries.clip(0), keys.clip(0), mask, distance)))
+
+
+_layouts: dict[int, AttentionLayout] = {}
+"""Of the microbatches of the schedule that is running, by their number."""
 
 
 class SegmentAttention(MegatronModule):
     """Core attention (no parameters) of packed segments through torch's scaled_dot_product_attention.
 
-    Query heads that share a key head are folded into the query length, so keys and values are never repeated.
+    Layers with a sliding window (`window_size` of Megatron's config) see that far back in their own sequence. Query
+    heads that share a key head are folded into the query length, so keys and values are never repeated.
     """
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any):  # Megatron's builder protocol
+    def __init__(  # Megatron's builder protocol
+        self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any
+    ):
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError("attention dropout makes the trainer's policy another one than the engine's; set it to 0")
         self.softmax_scale = softmax_scale
+        slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] if slides else None
 
     def forward(
         self,
         query_S1HD: Tensor,
         key_S1GD: Tensor,
         value_S1GD: Tensor,
-        attention_mask: AttentionLayout,
+        attention_mask: Tensor,
         /,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> Tensor:
         """[S, 1, heads * value head size]."""
+        layout = _layouts[int(attention_mask)]
         tokens, _, heads, _ = query_S1HD.shape
         groups, value_size = key_S1GD.shape[2], value_S1GD.shape[-1]
         query_SX = query_S1HD.reshape(tokens, -1)
         key_value_SX = torch.cat([key_S1GD, value_S1GD], dim=-1).reshape(tokens, -1)
         results = []
-        for bucket in attention_mask.buckets:
+        for bucket in layout.buckets:
             batch, length = bucket.queries_BQ.shape
             # An embedding is a gather whose backward sums rows deterministically and without a loop over indices.
             query = embedding(bucket.queries_BQ, query_SX).view(batch, length, groups, heads // groups, -1)
             query_BGQD = query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads // groups * length, -1)
             key_value = embedding(bucket.keys_BK, key_value_SX).view(batch, bucket.keys_BK.shape[1], groups, -1)
             key_BGKD, value_BGKD = key_value.transpose(1, 2).split([key_S1GD.shape[-1], value_size], dim=-1)
-            mask_B1QK = bucket.mask_BQK.repeat(1, heads // groups, 1).unsqueeze(1)
+            mask_B1QK = bucket.mask(self.window).repeat(1, heads // groups, 1).unsqueeze(1)
             result = scaled_dot_product_attention(
                 query_BGQD, key_BGKD, value_BGKD, attn_mask=mask_B1QK, scale=self.softmax_scale
             )
             result = result.view(batch, groups, heads // groups, length, value_size).permute(0, 3, 1, 2, 4)
             results.append(result.reshape(batch * length, heads * value_size))
-        return embedding(attention_mask.restore_S, torch.cat(results)).unsqueeze(1)
+        return embedding(layout.restore_S, torch.cat(results)).unsqueeze(1)
 
 
 class RotaryAtPositions(nn.Module):
@@ -147,16 +173,24 @@ class RotaryAtPositions(nn.Module):
 
 
 class SharedPrefixRow:
-    """How a microbatch enters a model with `SegmentAttention` layers: any device, prompts shared."""
+    """How a microbatch enters models with `SegmentAttention` layers: any device, prompts shared."""
 
-    def __init__(self, model: Any):
-        self.model = model
-        model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
+    def __init__(self, models: list[Any]):
+        self.models = models
+        for model in models:
+            model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
 
     def arguments(self, microbatch: Microbatch) -> dict[str, Any]:
         """Keyword arguments of GPTModel.forward that say who sees whom, and where."""
-        self.model.rotary_pos_emb.positions_S = microbatch.positions_S
-        return {"attention_mask": AttentionLayout.of(microbatch.segments), "packed_seq_params": None}
+        for model in self.models:
+            model.rotary_pos_emb.positions_S = microbatch.positions_S
+        number = len(_layouts)
+        _layouts[number] = AttentionLayout.of(microbatch.segments)
+        return {"attention_mask": torch.tensor(number), "packed_seq_params": None}
+
+    def clear(self) -> None:
+        """At the end of a schedule."""
+        _layouts.clear()
 
 
 class ThdRow:
@@ -166,8 +200,8 @@ class ThdRow:
     the rotary positions off the cumulative lengths. Needs a GPU: it is not run in this repository's tests.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, models: list[Any]):
+        self.models = models
 
     def arguments(self, microbatch: Microbatch) -> dict[str, Any]:
         """Keyword arguments of GPTModel.forward."""
@@ -184,3 +218,6 @@ class ThdRow:
                 max_seqlen_kv=longest,
             ),
         }
+
+    def clear(self) -> None:
+        """Nothing is kept."""

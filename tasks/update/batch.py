@@ -1,11 +1,15 @@
 """A scored batch as the trainer sees it: checked samples, in the table's order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from infra.errors import BadInput
+from infra.records import ROUTES
+from tasks.update.routes import PROMPT_ROUTES, replayed
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class Sample:
     """bool [R], the tokens that count in the loss."""
     advantage: float
     """Of every token of the response; 0 if none counts."""
+    routes: np.ndarray | None = None
+    """int16 [P + R - 1, layers, topk] of this process's layers with experts: the experts of every token that is an input,
+    -1 where it has no route. None: nothing is replayed."""
+    prompt_routes: bytes = b""
+    """Digest of the prompt's routes in all layers: samples whose prompt was routed otherwise do not share it."""
 
     @property
     def loss_tokens(self) -> int:
@@ -31,21 +40,21 @@ class Sample:
         return int(self.mask.sum())
 
 
-def read_samples(batch: pa.Table) -> list[Sample]:
-    """The samples of a SCORED table (columns prompt_ids, response_ids, logprobs, loss_mask, advantage).
+def read_samples(batch: pa.Table, layers: Sequence[int] = ()) -> list[Sample]:
+    """The samples of a SCORED table (columns prompt_ids, response_ids, logprobs, loss_mask, advantage), with the routes
+    of `layers` to replay (columns routes*, checked by `routes.check`; none where `layers` is empty).
 
     What lies at masked positions is never looked at, NaN included. BadInput names the row of anything else that
     would poison the update: lengths that differ, a token that counts with a non-finite logprob or advantage.
     """
-    columns = [
-        batch.column(name).to_pylist() for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "advantage")
-    ]
-    return [_sample(row, *values) for row, values in enumerate(zip(*columns, strict=True))]
+    names = ["prompt_ids", "response_ids", "logprobs", "loss_mask", "advantage", *(ROUTES if layers else ())]
+    names += [PROMPT_ROUTES] if PROMPT_ROUTES in batch.column_names else []
+    return [_sample(row, values, layers) for row, values in enumerate(batch.select(names).to_pylist())]
 
 
-def _sample(
-    row: int, prompt: list[int], response: list[int], logprobs: list[float], mask: list[bool], advantage: float
-) -> Sample:
+def _sample(row: int, values: dict[str, Any], layers: Sequence[int]) -> Sample:
+    prompt, response, logprobs = values["prompt_ids"], values["response_ids"], values["logprobs"]
+    mask, advantage = values["loss_mask"], values["advantage"]
     if not prompt:
         raise BadInput(f"scored batch, row {row}: the prompt has no tokens")
     if not len(response) == len(logprobs) == len(mask):
@@ -67,4 +76,6 @@ def _sample(
         logprobs=np.where(mask_R, logprobs_R, np.float32(0))[:length],
         mask=mask_R[:length],
         advantage=float(advantage) if length else 0.0,
+        routes=replayed(values, layers, len(prompt) + length - 1) if layers and length else None,
+        prompt_routes=values.get(PROMPT_ROUTES) or b"",
     )

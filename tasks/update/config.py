@@ -1,5 +1,6 @@
 """Settings of the policy update."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -14,15 +15,24 @@ class ParallelConfig(Config):
     """Tensor-parallel size: each matrix is split over this many devices."""
     pipeline: int = Field(1, ge=1)
     """Pipeline-parallel size: the layers are split into this many stages."""
+    virtual: int | None = Field(None, ge=2)
+    """Virtual stages of each pipeline stage (interleaved 1F1B, a smaller bubble); null: one. Needs pipeline > 1."""
     expert: int = Field(1, ge=1)
     """Expert-parallel size: the experts of a MoE layer are split over this many devices."""
     sequence: bool = False
     """Sequence parallelism: norms and residuals are split along the sequence too. Needs tensor > 1."""
 
+    @property
+    def processes(self) -> int:
+        """Processes of the trainer, one a device."""
+        return self.pipeline * math.lcm(self.tensor, self.expert)
+
     @model_validator(mode="after")
     def _possible(self) -> "ParallelConfig":
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence splits over the tensor-parallel group: it needs parallel.tensor > 1")
+        if self.virtual and self.pipeline == 1:
+            raise ValueError("parallel.virtual splits pipeline stages: it needs parallel.pipeline > 1")
         return self
 
 
@@ -84,6 +94,9 @@ class UpdateConfig(Config):
     microbatch_tokens: int = Field(1024, ge=1)
     """Tokens computed in one forward and backward pass; the gradient does not depend on it. A single sample
     that is longer gets a microbatch of its own."""
+    recompute: bool = False
+    """Keep a layer's input only and compute the layer again in the backward pass: less memory, a third more work. The
+    gradient is the same."""
     logits_chunk_tokens: int = Field(512, ge=1)
     """Logits exist for this many loss tokens at a time ([chunk, vocabulary] in fp32, twice)."""
     share_prompts: bool = True
@@ -91,6 +104,16 @@ class UpdateConfig(Config):
     skip_zero_advantage: bool = True
     """Skip samples whose advantage is exactly 0 when there is no KL penalty: they have no gradient (exact)."""
 
+    replay: Literal["auto", "rollout", "recorded", "off"] = "auto"
+    """Which experts a mixture of experts uses while it trains. rollout: those that the rollout engine used (R3,
+    arXiv:2510.11370); a batch without routes is refused. recorded: those of the policy's own forward before the update, in
+    all of its microbatches (R2). off: the router's own choice. auto: rollout where the batch has routes, else off."""
+    replay_weights: bool = False
+    """Replay the experts' weights as well, not only which they are: routers then get no gradient. Needs replay recorded
+    (vLLM records no weights)."""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """How far a step moves the correction bias of an expert towards an even load (balancing without an auxiliary loss,
+    arXiv:2408.15664; models whose routers have such a bias). 0: biases stay as they are."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """What forward and backward compute in. auto: bfloat16 where the device has units for it (GPU; CPU with
     AVX512-BF16 or AMX), else float32, which is several times faster there."""
@@ -105,9 +128,22 @@ class UpdateConfig(Config):
     def _possible(self) -> "UpdateConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if self.replay_weights and self.replay != "recorded":
+            raise ValueError(f"replay_weights needs replay recorded, not {self.replay}: rollouts carry no weights")
         if self.weights == "float32" and self.precision == "bfloat16":
             raise ValueError(
                 "weights float32 with precision bfloat16 would serve other weights than the trainer computes with: "
                 "leave weights at auto or bfloat16"
             )
         return self
+
+
+class WarmStartConfig(Config):
+    """Supervised steps on the environment's own solutions of the train prompts, before the first version."""
+
+    steps: int = Field(0, ge=0)
+    """Steps; 0: none."""
+    samples_per_step: int = Field(64, ge=1)
+    """Solutions of a step."""
+    lr: float = Field(1e-3, gt=0)
+    """AdamW's learning rate; its other settings are `update`'s."""

@@ -1,6 +1,7 @@
 """Microbatches through Megatron's schedules: gradients, or logprobs alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tasks.update.config import UpdateConfig
 from tasks.update.linear_loss import OutputLayer, linear_logprobs, linear_loss
 from tasks.update.loss import LossSums
 from tasks.update.model import PolicyModel
-from tasks.update.packing import Microbatch
+from tasks.update.packing import EMPTY, Microbatch
 
 StepLoss = Callable[[int, slice, Tensor, Tensor], LossSums]
 """(microbatch index, slice of its loss tokens, logprobs, entropy) -> loss of these tokens."""
@@ -22,14 +23,41 @@ class PolicyForward:
 
     def __init__(self, model: PolicyModel, config: UpdateConfig):
         from tasks.update.attention import SharedPrefixRow, ThdRow
+        from tasks.update.replay import RoutingReplay
 
         portable = not torch.cuda.is_available()
         self.model, self.config = model, config
-        self.row = (SharedPrefixRow if portable else ThdRow)(model.gpt)
+        self.row = (SharedPrefixRow if portable else ThdRow)(model.gpts)
         self.shares_prompts = config.share_prompts and portable
+        self.replay = RoutingReplay(model.chunks)
+
+    def deal(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """The microbatches that this process computes, of those that all have packed alike.
+
+        Data-parallel processes take turns, and get equally many, if need be empty ones: experts and pipeline stages work in step. Rows
+        are padded where Megatron wants them alike: to a multiple of the tensor-parallel size for sequence parallelism, all to one
+        length for the allgather dispatcher between processes.
+        """
+        from megatron.core import parallel_state
+
+        if not microbatches:
+            return []
+        model, ranks = self.model.chunks[0].config, parallel_state.get_data_parallel_world_size()
+        together = ranks * (self.config.parallel.pipeline if self.config.parallel.virtual else 1)
+        full = [*microbatches, *[EMPTY] * (-len(microbatches) % together)]
+        lengths = [max(1, len(microbatch.tokens_S)) for microbatch in full]
+        alike = model.num_moe_experts and model.moe_token_dispatcher_type == "allgather"
+        if alike and ranks * self.config.parallel.pipeline > 1:
+            lengths = [max(lengths)] * len(full)
+        multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
+        padded = [mb.padded(-(-n // multiple) * multiple) for mb, n in zip(full, lengths, strict=True)]
+        return padded[parallel_state.get_data_parallel_rank() :: ranks]
 
     def backward(self, microbatches: list[Microbatch], step_loss: StepLoss) -> LossSums:
-        """Accumulate gradients of the summed loss into the parameters; the (detached) sums of all loss tokens."""
+        """Accumulate gradients of the summed loss into the parameters; the (detached) sums of all loss tokens.
+
+        Microbatches are those of `deal`. With pipeline stages, sums are those of this process: zero but in the last.
+        """
         total = LossSums(loss=torch.zeros(()))
         if not microbatches:
             return total
@@ -42,7 +70,7 @@ class PolicyForward:
         return total
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> Iterator[Tensor]:
-        """Logprobs of each microbatch's loss tokens, float32 [N]."""
+        """Logprobs of the loss tokens of each of `deal`'s microbatches, float32 [N]; nothing before the last stage."""
 
         def output(index: int, hidden_NH: Tensor, targets_N: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
             logprobs_N = linear_logprobs(hidden_NH, targets_N, layer)
@@ -51,6 +79,20 @@ class PolicyForward:
         if microbatches:
             with torch.no_grad():
                 yield from self._run(microbatches, output, temperature, forward_only=True)
+
+    def with_recorded_routes(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with the routes (and, with `replay_weights`, the weights) that the policy gives them now."""
+        bare = [replace(microbatch, routes_SLK=None) for microbatch in microbatches]
+        recorded: list[tuple[Tensor, Tensor]] = []
+        with self.replay.recording(recorded):
+            list(self.logprobs(bare, self.config.temperature))
+        if not recorded:  # no layers with experts here
+            return bare
+        keep = self.config.replay_weights
+        return [
+            replace(microbatch, routes_SLK=experts, weights_SLK=weights if keep else None)
+            for microbatch, (experts, weights) in zip(bare, recorded, strict=True)
+        ]
 
     def _run(self, microbatches: list[Microbatch], output: Callable, temperature: float, forward_only: bool) -> list:
         """Megatron's schedule over the microbatches; what `output` gave as its second result, in their order."""
@@ -69,27 +111,43 @@ class PolicyForward:
                 results.append(result)
                 return loss
 
-            # Routed experts of `microbatch.samples` are to be handed to Megatron's RouterReplay here, before the
-            # forward, in the row's token order (rollout routing replay).
+            self.replay.set(chunk, microbatch.routes_SLK, microbatch.weights_SLK)
             loss = chunk(
                 input_ids=microbatch.tokens_S.unsqueeze(0),
                 position_ids=microbatch.positions_S.unsqueeze(0),
                 output_processor=processor,
+                padding_mask=self._padding(chunk, microbatch),
                 **self.row.arguments(microbatch),
             )
             tokens = torch.tensor(len(microbatch.targets_N), dtype=torch.int)
             return loss, lambda loss: (loss, tokens, results[0])
 
-        with megatron_cpu.cuda_means_cpu():
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(enumerate(microbatches)),
-                model=self.model.chunks,
-                num_microbatches=len(microbatches),
-                seq_length=max(len(microbatch.tokens_S) for microbatch in microbatches),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+        chunks = self.model.chunks
+        iterators = [iter(enumerate(microbatches)) for _ in chunks]
+        try:
+            with megatron_cpu.cuda_means_cpu(), self.replay.schedule(training=not forward_only):
+                return get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                    model=chunks,
+                    num_microbatches=len(microbatches),
+                    seq_length=max(len(microbatch.tokens_S) for microbatch in microbatches),
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                )
+        finally:
+            self.row.clear()
+
+    def _padding(self, chunk: Any, microbatch: Microbatch) -> Tensor | None:
+        """bool [1, S], True where a token is padding: routers that are balanced do not count it. Else None."""
+        if not (microbatch.padding and self.config.router_bias_rate):
+            return None
+        length = len(microbatch.tokens_S)
+        mask_S = torch.arange(length) >= length - microbatch.padding
+        first = self.model.gpt_of(
+            chunk
+        ).pre_process  # Megatron itself cuts it for sequence parallelism there, and only there
+        return (mask_S if first else self.replay.own_tokens(mask_S)).unsqueeze(0)
 
     def _at_loss(self, hidden_S1H: Tensor, microbatch: Microbatch) -> Tensor:
         """Hidden states that predict a loss token, [N, H], whole on every tensor-parallel rank."""
@@ -108,6 +166,7 @@ class PolicyForward:
         return OutputLayer(
             weight_VH=weight_VH if parallel else weight_VH[: self.model.vocabulary],
             temperature=temperature,
+            cap=getattr(self.model.chunks[0].config, "final_logit_softcapping", None),
             chunk_tokens=self.config.logits_chunk_tokens,
             group=parallel_state.get_tensor_model_parallel_group() if parallel else None,
         )

@@ -30,7 +30,9 @@ class OutputLayer:
     temperature: float = 1.0
     chunk_tokens: int = 512
     group: "dist.ProcessGroup | None" = None
-    """Tensor-parallel group, if there is more than one rank. (Not run in this repository's tests.)"""
+    """Tensor-parallel group, if there is more than one rank."""
+    cap: float | None = None
+    """Soft cap of the logits before the temperature: cap * tanh(logits / cap); None for none."""
 
 
 def linear_loss(
@@ -80,11 +82,16 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Softmax:
-    """Logprobs and entropy of one chunk, in two [C, V] buffers that `backward` reuses."""
+    """Logprobs and entropy of one chunk, in two [C, V] buffers that `backward` reuses (three with a soft cap)."""
 
     def __init__(self, hidden_CH: Tensor, targets_C: Tensor, layer: OutputLayer):
         self.layer = layer
         logits_CV = (hidden_CH @ layer.weight_VH.t()).float()
+        self.slope_CV: Tensor | None = None
+        if layer.cap is not None:
+            bounded_CV = logits_CV.div_(layer.cap).tanh_()
+            self.slope_CV = 1 - bounded_CV.square()
+            logits_CV = bounded_CV.mul_(layer.cap)
         if layer.temperature != 1.0:
             logits_CV /= layer.temperature
         self.targets_C1, self.owned_C1 = _local_targets(targets_C, layer)
@@ -99,10 +106,11 @@ class _Softmax:
         self.entropy_C = log_sum_C - weighted_C / self.sum_C
 
     def backward(self, grad_logprobs_C: Tensor) -> Tensor:
-        """d loss / d logits, [C, V]: (onehot(target) - softmax) * grad / temperature."""
+        """d loss / d logits, [C, V]: (onehot(target) - softmax) * grad / temperature, times the soft cap's slope."""
         grad_C1 = (grad_logprobs_C / self.layer.temperature).unsqueeze(1)
         grad_logits_CV = self.exp_CV.mul_(-grad_C1 / self.sum_C.unsqueeze(1))
-        return grad_logits_CV.scatter_add_(1, self.targets_C1, grad_C1 * self.owned_C1)
+        grad_logits_CV.scatter_add_(1, self.targets_C1, grad_C1 * self.owned_C1)
+        return grad_logits_CV if self.slope_CV is None else grad_logits_CV.mul_(self.slope_CV)
 
 
 def _chunks(count: int, layer: OutputLayer) -> list[slice]:

@@ -41,6 +41,9 @@ class PolicyAdapter:
         if unmatched:
             raise BadInput(f"lora.targets: {unmatched[0]!r} matches no module of {model.folder}")
 
+        self.names = list(self.export())
+        """PEFT's names of its tensors, those of other processes included."""
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Inside, the model computes as the base model: the reference policy without a second model."""

@@ -15,6 +15,8 @@ from tasks.update.corrections import token_weights
 
 _NO_CORRECTION = CorrectionConfig()
 KlEstimator = Literal["k1", "k2", "k3"]
+LARGEST = ("ratio_max", "logprob_diff_max")
+"""Of LossSums: the fields of which the largest counts, not the sum."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class LossSums:
     tokens: int = 0
 
     def __add__(self, other: "LossSums") -> "LossSums":
-        combine = {"ratio_max": max, "logprob_diff_max": max}
+        combine = dict.fromkeys(LARGEST, max)
         return LossSums(
             **{
                 field.name: combine.get(field.name, lambda a, b: a + b)(

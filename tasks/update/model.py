@@ -1,6 +1,6 @@
 """A Megatron-Core model from a Hugging Face folder, and back, through Megatron-Bridge."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
-from tasks.update.config import ParallelConfig
+from tasks.update.config import ParallelConfig, UpdateConfig
 from tasks.update.precision import weight_dtype
 
 
@@ -23,8 +23,6 @@ class PolicyModel:
     """megatron.bridge.AutoBridge of the folder."""
     chunks: list[Any]
     """Megatron's list of model chunks (one, without a virtual pipeline), as the schedules take it."""
-    gpt: Any
-    """The GPTModel inside."""
     dtype: torch.dtype
     """Of weights and activations."""
     folder: str
@@ -35,7 +33,27 @@ class PolicyModel:
     @property
     def gpts(self) -> list[Any]:
         """The GPTModel inside each chunk."""
-        return [chunk.module if hasattr(chunk, "module") else chunk for chunk in self.chunks]
+        return [self.gpt_of(chunk) for chunk in self.chunks]
+
+    @staticmethod
+    def gpt_of(chunk: Any) -> Any:
+        """The GPTModel inside a chunk (bf16 models are wrapped)."""
+        return chunk.module if hasattr(chunk, "module") else chunk
+
+    def parameters(self) -> dict[str, Any]:
+        """This process's parameters by Megatron's names, those of further chunks with their number in front."""
+        return self._named(lambda gpt: gpt.named_parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers (a MoE router's correction bias is one), by name as `parameters`."""
+        return self._named(lambda gpt: [(n, b) for n, b in gpt.named_buffers() if n in gpt.state_dict(keep_vars=True)])
+
+    def _named(self, of: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
+        return {
+            f"{index}.{name}" if index else name: value
+            for index, gpt in enumerate(self.gpts)
+            for name, value in of(gpt)
+        }
 
     def weight_sources(self) -> list[tuple[Tensor, list[str]]]:
         """This process's weights, each with the names of the checkpoint tensors that make it up."""
@@ -47,12 +65,19 @@ class PolicyModel:
         return self.chunks[0].config.vocab_size
 
     def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
-        """For each parameter of `gpt`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
+        """For each of `parameters()`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
         folder = checkpoint_dtypes(self.folder)
         sources = {id(weight): names for weight, names in self.weight_sources()}
+        for task in self._conversion():  # other processes' too: every one exports all
+            names = _hf_names(task)
+            in_folder = [folder[name] for name in names if name in folder]
+            if in_folder and task.param_weight is None:
+                router = "router" in task.param_name
+                dtype = weight_dtype(choice, torch.float32 if router else self.dtype, in_folder, router)
+                self._exported |= dict.fromkeys(names, dtype)
         every = list(set(folder.values()))
         dtypes: dict[str, torch.dtype] = {}
-        for name, parameter in self.gpt.named_parameters():
+        for name, parameter in self.parameters().items():
             names = sources.get(id(parameter), [])
             in_folder = [folder[hf] for hf in names if hf in folder] or every  # a tied copy is as the rest
             dtypes[name] = weight_dtype(choice, parameter.dtype, in_folder, "router" in name)
@@ -94,7 +119,7 @@ def _hf_names(task: Any) -> list[str]:
 
 
 def load_policy(
-    model_dir: str, dtype: torch.dtype, parallel: ParallelConfig, seed: int, settings: dict[str, Any] | None = None
+    model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: int, settings: dict[str, Any] | None = None
 ) -> PolicyModel:
     """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows.
 
@@ -105,19 +130,24 @@ def load_policy(
     megatron_cpu.install()
     from megatron.bridge import AutoBridge
 
+    from infra.models.beam.register import register
+
+    register(megatron=True)
     try:
         bridge = AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise BadInput(f"{model_dir}: {error}") from error
+    parallel = config.parallel
     _join_process_groups(parallel, seed)
     provider = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, dtype, parallel, settings or {})
+    _configure(provider, dtype, config, settings or {})
     with megatron_cpu.cuda_means_cpu():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
         )
-    gpt = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
-    return PolicyModel(bridge, chunks, gpt, dtype, model_dir)
+    if parallel.pipeline > 1 and chunks[0].config.share_embeddings_and_output_weights:
+        raise BadInput(f"update.parallel.pipeline {parallel.pipeline}: {model_dir} ties its embeddings; use 1 stage")
+    return PolicyModel(bridge, chunks, dtype, model_dir)
 
 
 def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
@@ -140,15 +170,17 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual,
             expert_model_parallel_size=parallel.expert,
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, chosen: dict[str, Any]) -> None:
+def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: dict[str, Any]) -> None:
     """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
-    bf16 = dtype == torch.bfloat16
+    bf16, parallel = dtype == torch.bfloat16, config.parallel
+    experts = bool(getattr(provider, "num_moe_experts", None))
     settings: dict[str, Any] = {
         "bf16": bf16,
         "fp16": False,
@@ -160,10 +192,15 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, chos
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual,
+        # Without overlap Megatron batches the messages of virtual stages, and two ranks mistake them for each other.
+        "overlap_p2p_comm": parallel.virtual is not None,
+        "batch_p2p_comm": parallel.virtual is None,
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
-        # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it).
-        "variable_seq_lengths": parallel.pipeline > 1,
+        # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it: there, rows
+        # are padded to one length).
+        "variable_seq_lengths": parallel.pipeline > 1 and (torch.cuda.is_available() or not experts),
         # The loss is summed over tokens and already divided by the step's: schedules must not divide it again.
         "calculate_per_token_loss": True,
         # Balancing losses are pretraining's; in RL they would move the router away from the reward's gradient.
@@ -174,12 +211,20 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, chos
         "moe_router_fusion": False,
         "mtp_num_layers": None,
     }
+    if config.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if not torch.cuda.is_available():
         settings |= dict.fromkeys(
             ("gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",
              "persist_layer_norm", "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"), False,
         )  # fmt: skip
-        settings |= {"transformer_layer_spec": _portable_layers, "moe_token_dispatcher_type": "allgather"}
+        settings["moe_token_dispatcher_type"] = "allgather"
+        if hasattr(provider, "core_attention"):  # a family with layers of its own
+            from tasks.update.attention import SegmentAttention
+
+            settings["core_attention"] = SegmentAttention
+        else:
+            settings["transformer_layer_spec"] = _portable_layers
     for name, value in (settings | chosen).items():
         if hasattr(provider, name):
             setattr(provider, name, value)

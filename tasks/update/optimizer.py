@@ -63,6 +63,15 @@ class MasterAdamW:
         for master in self.masters.values():
             master.grad = None
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The fp32 gradient of every parameter, live; zeros where there is none yet."""
+        gradients: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master, requires_grad=False)
+            gradients[name] = master.grad
+        return gradients
+
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients, in fp32."""
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
@@ -78,6 +87,12 @@ class MasterAdamW:
             group["lr"] = lr
         self.adam.step()
         self._round_masters()
+
+    def forget(self) -> None:
+        """Start Adam's moments anew: what follows is another objective."""
+        for state in self.adam.state.values():
+            for value in state.values():
+                value.zero_()
 
     def _round_masters(self) -> None:
         for name, parameter in self.parameters.items():

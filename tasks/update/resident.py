@@ -1,8 +1,8 @@
 """The trainer as a resident engine: it follows updates, replaying what it has missed from the store.
 
-An update artifact's inputs are (parent update, scored batch). A trainer that is not where it should be goes back to
-the nearest checkpoint and applies the stored batches again; nothing is generated twice, and on the CPU the rebuilt
-policy is bit-identical to the lost one.
+An update artifact's inputs are (parent update, scored batch), those of a warm start (base, demonstrations). A trainer
+that is not where it should be goes back to the nearest checkpoint and applies the stored batches again; nothing is
+generated twice, and on the CPU the rebuilt policy is bit-identical.
 """
 
 import threading
@@ -15,10 +15,13 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.mxfp8 import Mxfp8Config
 from infra.run import Stage
 from infra.store import Store
-from tasks.update.config import UpdateConfig
+from tasks.update.config import UpdateConfig, WarmStartConfig
+from tasks.update.warm_start import warm_start
 
 if TYPE_CHECKING:
     import torch
+
+    from infra.mirror import Mirror
 
 
 class ResidentTrainer:
@@ -44,16 +47,20 @@ class ResidentTrainer:
         self.store, self.checkpoints = store, checkpoints
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.published: Mirror | None = None
+        """The version that was published last, which the next one's changes are relative to (tasks/sync/publish.py)."""
         self.reset()
 
     def reset(self) -> None:
         """Go back to the base model."""
-        from tasks.update.trainer import Trainer
+        from tasks.update.group import make_trainer
 
         self.finish_saving()
         self.position: str | None = None
-        self.__dict__.pop("trainer", None)  # first: two trainers at once would need twice the memory
-        self.trainer = Trainer(*self._arguments)
+        if old := self.__dict__.pop("trainer", None):  # first: two trainers at once would need twice the memory
+            old.close()
+            del old
+        self.trainer = make_trainer(*self._arguments)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
@@ -62,7 +69,7 @@ class ResidentTrainer:
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
         adapter = self.trainer.adapter
-        return None if adapter is None else peft_config(adapter.config, adapter.export(), self._arguments[0])
+        return None if adapter is None else peft_config(adapter.config, adapter.names, self._arguments[0])
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """The policy's logprob of each token but the first."""
@@ -109,10 +116,16 @@ class ResidentTrainer:
         return True
 
     def apply(self, scored: ArtifactRef) -> dict[str, float]:
-        """One optimizer step on a stored batch. The position is unknown until the update is committed."""
+        """One optimizer step on a stored batch, or the warm start on stored demonstrations. The position is unknown until
+        the update is committed."""
         self.finish_saving()
         self.position = None
-        return self.trainer.update(open_artifact(scored).table("scored"))
+        artifact = open_artifact(scored)
+        if scored.kind == "demonstrations":
+            model, _, seed, *_ = self._arguments
+            settings = WarmStartConfig.model_validate(artifact.metadata["settings"])
+            return warm_start(self.trainer, model, artifact.table("demonstrations"), settings, seed)
+        return self.trainer.update(artifact.table("scored"))
 
 
 def follow(trainer: ResidentTrainer, update: ArtifactRef) -> None:

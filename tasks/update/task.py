@@ -39,6 +39,23 @@ def update_policy(
     )
 
 
+@stage_task("warm start")
+def warm_start_policy(
+    stage: Stage, engine: EngineSpec, *, parent: ArtifactRef, demonstrations: ArtifactRef, timeout_s: float | None
+) -> ArtifactRef:
+    """Artifact of kind `update`, with inputs (parent update, demonstrations): the supervised steps, all in one."""
+    if done := stage.committed():
+        return done
+    return Engine(engine).call(
+        "tasks.update.resident:update",
+        version=parent,
+        timeout_s=timeout_s,
+        stage=stage,
+        scored=demonstrations,
+        checkpoint=True,
+    )
+
+
 @stage_task("checkpoint")
 def finish_checkpoint(stage: Stage, engine: EngineSpec, *, update: ArtifactRef, timeout_s: float | None) -> None:
     """Wait until the checkpoint that was being written in the background is in the store."""

@@ -1,6 +1,7 @@
 """The policy's trainer: GRPO updates on Megatron-Core, logprobs, export and exact state."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from infra.adapters import LoraConfig
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
+from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
 from tasks.update.corrections import kept_sequences
@@ -23,6 +25,7 @@ from tasks.update.model import load_policy
 from tasks.update.mxfp8 import check_device, count_layers, emulate, megatron_settings
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
 from tasks.update.packing import Microbatch, pack
+from tasks.update.parallel import Ranks
 from tasks.update.precision import resolve_precision
 
 
@@ -55,41 +58,96 @@ class Trainer:
             shapes = checkpoint_shapes(model_dir)
             self._quantised = quantized_names(shapes, mxfp8)
             settings = megatron_settings(mxfp8, count_layers(shapes))
-        self.model = load_policy(model_dir, precision, config.parallel, seed, settings)
+        self.model = load_policy(model_dir, precision, config, seed, settings)
         emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
         self._rounded = emulate(self.model, set(self._quantised)) if emulated else []
         self.forward = PolicyForward(self.model, config)
         self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
-        parameters = [(name, p) for name, p in self.model.gpt.named_parameters() if p.requires_grad]
-        self.optimizer = MasterAdamW(parameters, config, self.model.weight_dtypes(config.weights))
+        parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
+        dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
+        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes)
+        self.ranks = Ranks(parameters)
         self._masked_sequences = 0  # of the last step
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef > 0 and self.adapter is None:
-            self._reference = {name: p.detach().clone() for name, p in self.model.gpt.named_parameters()}
+            self._reference = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, batch: pa.Table) -> dict[str, float]:
         """One optimizer step on a SCORED table; the step's metrics (see `_metrics`).
 
         Advantages come with the batch. If this raises (BadInput, NonFiniteUpdate), nothing has changed.
         """
-        samples = read_samples(batch)
+        return self.update_part(self.parts(batch, [self.forward.replay.layers])[0])
+
+    def parts(self, batch: pa.Table, layers: Sequence[Sequence[int]]) -> list[pa.Table]:
+        """What processes with these `layers` need of a SCORED table: routes of their own layers alone (BadInput: see
+        `routes.check`)."""
+        routed = self.forward.replay.model
+        if routed is None or self.config.replay in ("off", "recorded"):
+            return routes.parts(batch, None, layers)
+        if not routes.has_routes(batch):
+            if self.config.replay == "rollout":
+                raise BadInput(
+                    "scored batch: no row has routes, and update.replay is rollout; set rollout.routes to auto"
+                )
+            return routes.parts(batch, None, layers)
+        return routes.parts(batch, routed, layers)
+
+    def update_part(self, batch: pa.Table) -> dict[str, float]:
+        """`update` on this process's part of the batch, in step with the other processes of the trainer."""
+        layers = self.forward.replay.layers if routes.has_routes(batch) else ()
+        samples = read_samples(batch, layers)
         self._check_fit(samples)
         trained = [sample for sample in samples if self._has_gradient(sample)]
         denominator = sum(sample.loss_tokens for sample in samples)
-        microbatches = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
+        packed = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
         lr = self.optimizer.lr(self.step)
+        microbatches = self.forward.deal(packed)
+        if self.config.replay == "recorded" and self.forward.replay.model is not None:
+            microbatches = self.forward.with_recorded_routes(microbatches)
+        sums, grad_norm = self._descend(lambda: self._gradients(microbatches, denominator), lr, bool(packed))
+        self.step += 1
+        return self._metrics(sums, packed, samples, denominator, lr, grad_norm)
+
+    def supervise(self, batches: Sequence[Sequence[tuple[list[int], list[int]]]], lr: float) -> list[float]:
+        """One optimizer step a batch of (prompt ids, response ids): maximum likelihood, each token weighs the same.
+
+        Returns the mean negative log-likelihood of each batch's tokens, in nats. Adam's moments start anew afterwards.
+        """
+        losses = []
+        for batch in batches:
+            samples = [_all_tokens(row, prompt, response) for row, (prompt, response) in enumerate(batch)]
+            self._check_fit(samples)
+            tokens = sum(sample.loss_tokens for sample in samples)
+            microbatches = self.forward.deal(pack(samples, self.config.microbatch_tokens, self.forward.shares_prompts))
+
+            def likelihood(
+                index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor, tokens: int = tokens
+            ) -> LossSums:
+                return LossSums(loss=-logprobs_C.sum() / tokens, tokens=len(logprobs_C))
+
+            run = functools.partial(self.forward.backward, microbatches, likelihood)
+            losses.append(float(self._descend(run, lr, apply=True)[0].loss))
+        self.optimizer.forget()
+        return losses
+
+    def _descend(self, gradients: Callable[[], LossSums], lr: float, apply: bool) -> tuple[LossSums, float]:
+        """One optimizer step with the gradients that `gradients` accumulates; all processes' sums, and the norm."""
+        from tasks.update.balance import balance, forget_load
+
         try:
-            sums = self._gradients(microbatches, denominator)
-            loss, grad_norm = float(sums.loss), self.optimizer.grad_norm()
+            sums = self.ranks.total(gradients())
+            loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
             if not (np.isfinite(loss) and np.isfinite(grad_norm)):
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
-            if microbatches:
+            if apply:
                 self.optimizer.step(lr, grad_norm)
                 self._forget_rounded()
+                balance(self.model.gpts, self.config.router_bias_rate)
         finally:
             self.optimizer.zero_grad()
-        self.step += 1
-        return self._metrics(sums, microbatches, samples, denominator, lr, grad_norm)
+            forget_load(self.model.gpts)
+        return sums, grad_norm
 
     def _has_gradient(self, sample: Sample) -> bool:
         """False where the sample's gradient is exactly zero: no loss token, or advantage 0 and nothing else to pull."""
@@ -103,8 +161,9 @@ class Trainer:
                 raise BadInput(f"scored batch, row {sample.row}: token id {largest} is not in the model's vocabulary")
 
     def _gradients(self, microbatches: list[Microbatch], denominator: int) -> LossSums:
-        """Accumulate the step's gradient; the sums of all its tokens."""
-        references: list[Tensor | None] = [None] * len(microbatches)
+        """Accumulate the step's gradient; the sums of this process's tokens. The reference replays the same routes: the
+        penalty then compares weights, not choices of experts."""
+        references: Sequence[Tensor | None] = [None] * len(microbatches)
         if self.config.kl_coef > 0:
             with self._reference_weights():
                 references = list(self.forward.logprobs(microbatches, self.config.temperature))
@@ -159,7 +218,7 @@ class Trainer:
                 yield
             return
         assert self._reference is not None
-        parameters = dict(self.model.gpt.named_parameters())
+        parameters = self.model.parameters()
         current = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -210,26 +269,16 @@ class Trainer:
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Logprob of every token but the first, in nats at temperature 1."""
-        samples = [
-            Sample(
-                row=row,
-                prompt=np.asarray(tokens[:1], dtype=np.int64),
-                response=np.asarray(tokens[1:], dtype=np.int64),
-                logprobs=np.zeros(len(tokens) - 1, dtype=np.float32),
-                mask=np.ones(len(tokens) - 1, dtype=bool),
-                advantage=0.0,
-            )
-            for row, tokens in enumerate(sequences)
-            if len(tokens) > 1
-        ]
+        samples = [_all_tokens(row, tokens[:1], tokens[1:]) for row, tokens in enumerate(sequences) if len(tokens) > 1]
         self._check_fit(samples)
-        results: list[list[float]] = [[] for _ in sequences]
-        microbatches = pack(samples, self.config.microbatch_tokens, share_prompts=False)
-        for microbatch, logprobs_N in zip(microbatches, self.forward.logprobs(microbatches, 1.0), strict=True):
+        results: dict[int, list[float]] = {}
+        microbatches = self.forward.deal(pack(samples, self.config.microbatch_tokens, share_prompts=False))
+        for microbatch, logprobs_N in zip(microbatches, self.forward.logprobs(microbatches, 1.0), strict=False):
             lengths = [sample.loss_tokens for sample in microbatch.samples]
             for sample, logprobs in zip(microbatch.samples, logprobs_N.split(lengths), strict=True):
                 results[sample.row] = logprobs.tolist()
-        return results
+        results = self.ranks.union(results)
+        return [results.get(row, []) for row in range(len(sequences))]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update.
@@ -248,7 +297,7 @@ class Trainer:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
         and JSON. The reference policy is not in it: it is the model folder's."""
         tensors = self.optimizer.state()
-        tensors |= {f"buffer.{name}": buffer for name, buffer in self._buffers().items()}
+        tensors |= {f"buffer.{name}": buffer for name, buffer in self.model.buffers().items()}
         tensors["rng"] = torch.get_rng_state()
         return tensors, {"format": 1, "step": self.step, "dtype": str(self.model.dtype)}
 
@@ -256,7 +305,7 @@ class Trainer:
         """Go to a state that `state` gave. Raises, with nothing changed, if it is another model's or precision's."""
         if meta.get("format") != 1 or meta.get("dtype") != str(self.model.dtype):
             raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
-        buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self._buffers().items()}
+        buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self.model.buffers().items()}
         self.optimizer.load_state(tensors)
         self._forget_rounded()
         for buffer, saved in buffers.values():
@@ -264,7 +313,17 @@ class Trainer:
         torch.set_rng_state(tensors["rng"])
         self.step = meta["step"]
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers (a MoE router's correction bias is one)."""
-        persistent = self.model.gpt.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.model.gpt.named_buffers() if name in persistent}
+    def close(self) -> None:
+        """Nothing to end: this trainer is the process itself (see `group.TrainerGroup`)."""
+
+
+def _all_tokens(row: int, prompt: list[int], response: list[int]) -> Sample:
+    """A response of which every token counts."""
+    return Sample(
+        row=row,
+        prompt=np.asarray(prompt, dtype=np.int64),
+        response=np.asarray(response, dtype=np.int64),
+        logprobs=np.zeros(len(response), dtype=np.float32),
+        mask=np.ones(len(response), dtype=bool),
+        advantage=1.0,
+    )

@@ -30,7 +30,7 @@ def make_trainer(folder: Path, lora: LoraConfig | None = LORA, **settings: Any) 
 
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.gpt.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.model.parameters().items()}
 
 
 @pytest.fixture

@@ -140,9 +140,10 @@ def test_routes_are_recorded_for_every_token_but_the_last(model: Model, engine: 
         unpacked = records.unpack_routes(row)
         if model.engine._routes:
             assert unpacked is not None
-            routes, mask = unpacked
+            routes, mask = unpacked.experts, unpacked.mask
             tokens = len(row["prompt_ids"]) + len(row["response_ids"])
-            assert routes.shape == (tokens, 3, 2) and mask.tolist() == [True] * (tokens - 1) + [False]
+            assert unpacked.layers == (0, 1, 2) and routes.shape == (tokens, 3, 2)
+            assert mask.tolist() == [True] * (tokens - 1) + [False]
             assert routes.max() < 8 and (routes[:-1, :, 0] != routes[:-1, :, 1]).all()
         else:
             assert unpacked is None

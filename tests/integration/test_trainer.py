@@ -85,7 +85,7 @@ def gradients(trainer: Any, batch: pa.Table) -> dict[str, torch.Tensor]:
     captured: dict[str, torch.Tensor] = {}
 
     def capture(lr: float, grad_norm: float) -> None:
-        parameters = dict(trainer.model.gpt.named_parameters())
+        parameters = trainer.model.parameters()
         weights = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             gradient = trainer.optimizer.masters[name].grad
@@ -215,6 +215,16 @@ def test_good_answers_become_likelier_and_bad_ones_less(folder: Path):
     assert after[0] > before[0] and after[1] < before[1]
 
 
+def test_supervised_steps_make_solutions_likely_and_leave_no_momentum(folder: Path):
+    trainer = make_trainer(folder)
+    pairs = [([5, 6], [7, 8, 9]), ([5, 7], [1, 2])]
+    plain = trainer.token_logprobs([prompt + response for prompt, response in pairs])
+    expected = -sum(sum(p[1:]) for p in plain) / 5
+    losses = trainer.supervise([pairs] * 20, lr=5e-3)
+    assert losses[0] == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0] / 4
+    assert trainer.step == 0 and not any(s["exp_avg"].any() for s in trainer.optimizer.adam.state.values())
+
+
 def test_metrics_of_a_step_on_policy(llama: Path):
     trainer = make_trainer(llama)
     batch = scored(prompts=2, samples=2)
@@ -323,7 +333,7 @@ def test_bf16_weights_are_computed_with_as_they_are_served(llama: Path):
     for seed in range(2):
         trainer.update(scored(seed))
     assert {tensor.dtype for tensor in exported(trainer).values()} == {torch.bfloat16}
-    for name, parameter in trainer.model.gpt.named_parameters():
+    for name, parameter in trainer.model.parameters().items():
         assert torch.equal(parameter, parameter.bfloat16().float()), name
         master = trainer.optimizer.masters[name]
         assert torch.equal(parameter, master.bfloat16().float()) and not torch.equal(parameter, master), name

@@ -170,8 +170,8 @@ class BeamTopKRouter(TopKRouter):
         config = self.config
         logits_NE = self.apply_z_loss(logits.view(-1, config.num_moe_experts), padding_mask=padding_mask)
         scores_NE = torch.sigmoid(logits_NE)
-        with torch.no_grad():
-            chosen = self._choose(scores_NE + self.expert_bias)
+        # Without a gradient, but not under no_grad: a replay tells by it whether this is a forward that is computed again.
+        chosen = self._choose(scores_NE.detach() + self.expert_bias)
         weights = expert_weights(
             scores_NE.gather(1, chosen), config.norm_topk_prob, config.moe_router_topk_scaling_factor
         )

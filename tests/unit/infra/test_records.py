@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as nps
 
 from infra.artifacts import Store, open_artifact
 from infra.errors import BadInput
-from infra.records import PROMPT, ROLLOUT, SCORED, pack_routes, unpack_routes, validate
+from infra.records import PROMPT, ROLLOUT, ROUTES, SCORED, Routes, pack_routes, unpack_routes, validate
 
-NO_ROUTES = {"routes": None, "routes_dtype": None, "routes_shape": None, "routes_mask": None}
+NO_ROUTES = dict.fromkeys(ROUTES)
 
 
 def rollout(**changes: Any) -> dict[str, Any]:
@@ -75,27 +75,29 @@ def test_an_unknown_or_repeated_column_is_refused() -> None:
         validate(table.append_column("text", pa.array([], pa.string())), PROMPT)
 
 
-ROUTES = st.sampled_from([np.uint8, np.uint16]).flatmap(
+EXPERTS = st.sampled_from([np.uint8, np.uint16]).flatmap(
     lambda dtype: nps.arrays(dtype, nps.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=5))
 )
 
 
-@given(ROUTES, st.data())
+@given(EXPERTS, st.data())
 def test_routes_and_their_mask_survive_parquet_types(routes: np.ndarray, data: st.DataObject) -> None:
     mask = data.draw(nps.arrays(np.bool_, routes.shape[0]))
-    table = pa.Table.from_pylist([rollout(**pack_routes(routes, mask))], schema=ROLLOUT)
+    layers = tuple(range(1, 1 + routes.shape[1]))
+    table = pa.Table.from_pylist([rollout(**pack_routes(Routes(routes, mask, layers)))], schema=ROLLOUT)
     unpacked = unpack_routes(validate(table, ROLLOUT).to_pylist()[0])
     assert unpacked is not None
-    assert unpacked[0].dtype == routes.dtype
-    np.testing.assert_array_equal(unpacked[0], routes)
-    np.testing.assert_array_equal(unpacked[1], mask)
+    assert unpacked.experts.dtype == routes.dtype
+    np.testing.assert_array_equal(unpacked.experts, routes)
+    np.testing.assert_array_equal(unpacked.mask, mask)
+    assert unpacked.layers == layers
 
 
 def test_strided_routes_are_packed_by_value() -> None:
     routes = np.arange(24).reshape(4, 3, 2).astype(np.uint16)[::-1, :, ::-1]
-    unpacked = unpack_routes(pack_routes(routes, np.ones(4, bool)))
+    unpacked = unpack_routes(pack_routes(Routes(routes, np.ones(4, bool), (0, 1, 5))))
     assert unpacked is not None
-    np.testing.assert_array_equal(unpacked[0], routes)
+    np.testing.assert_array_equal(unpacked.experts, routes)
 
 
 def test_a_dense_model_has_no_routes() -> None:
@@ -110,27 +112,30 @@ def test_a_dense_model_has_no_routes() -> None:
         {"routes_mask": None},
         {"routes_dtype": "int64"},
         {"routes_shape": [2, 3]},
+        {"routes_layers": [0, 1, 2]},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_damaged_routes_are_refused(change: dict[str, Any]) -> None:
-    row = rollout(**pack_routes(np.zeros((5, 2, 1), np.uint8), np.ones(5, bool)))
+    row = rollout(**pack_routes(Routes(np.zeros((5, 2, 1), np.uint8), np.ones(5, bool), (0, 1))))
     with pytest.raises(BadInput, match="routes"):
         unpack_routes(row | change)
 
 
 @pytest.mark.parametrize(
-    ("routes", "mask"),
+    ("routes", "mask", "layers"),
     [
-        (np.zeros((5, 2, 1), np.int64), np.ones(5, bool)),
-        (np.zeros((5, 2), np.uint8), np.ones(5, bool)),
-        (np.zeros((5, 2, 1), np.uint8), np.ones(4, bool)),
-        (np.zeros((5, 2, 1), np.uint8), np.ones(5, np.uint8)),
+        (np.zeros((5, 2, 1), np.int64), np.ones(5, bool), (0, 1)),
+        (np.zeros((5, 2), np.uint8), np.ones(5, bool), (0, 1)),
+        (np.zeros((5, 2, 1), np.uint8), np.ones(4, bool), (0, 1)),
+        (np.zeros((5, 2, 1), np.uint8), np.ones(5, np.uint8), (0, 1)),
+        (np.zeros((5, 2, 1), np.uint8), np.ones(5, bool), (0,)),
+        (np.zeros((5, 2, 1), np.uint8), np.ones(5, bool), (1, 1)),
     ],
 )
-def test_routes_of_another_form_are_refused(routes: np.ndarray, mask: np.ndarray) -> None:
+def test_routes_of_another_form_are_refused(routes: np.ndarray, mask: np.ndarray, layers: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match="routes"):
-        pack_routes(routes, mask)
+        pack_routes(Routes(routes, mask, layers))
 
 
 def test_records_keep_their_schema_in_an_artifact(file_store: Store) -> None:

@@ -32,7 +32,7 @@ def test_a_model_folder_is_returned_as_it_is(folder: Path, tmp_path: Path):
 
 
 def test_a_name_that_is_neither_folder_nor_model_says_what_there_is(tmp_path: Path):
-    with pytest.raises(BadInput, match=r"neither a folder nor a model of the catalog \(smollm2\)"):
+    with pytest.raises(BadInput, match=r"neither a folder nor a model of the catalog \(smollm2, beam-tiny\)"):
         prepare_model("HuggingFaceTB/SmolLM3-3B", tmp_path)
 
 
@@ -152,3 +152,11 @@ def test_the_catalog_needs_no_torch_to_be_imported():
 
     program = "import sys, infra.models.catalog; assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_beam_tiny_is_made_once_without_any_package(tmp_path: Path):
+    folder = prepare_model("beam-tiny", tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert prepare_model("beam-tiny", tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert vocab_size(folder) == 512

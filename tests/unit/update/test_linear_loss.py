@@ -18,22 +18,25 @@ def problem():
     return hidden, weight, targets, draw(N) - 4, draw(N)
 
 
-def plain(hidden, weight, targets, temperature):
-    logprobs_NV = (hidden @ weight.t() / temperature).log_softmax(-1)
+def plain(hidden, weight, targets, temperature, cap=None):
+    logits_NV = hidden @ weight.t()
+    if cap is not None:
+        logits_NV = cap * torch.tanh(logits_NV / cap)
+    logprobs_NV = (logits_NV / temperature).log_softmax(-1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return logprobs_NV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy_N
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_loss_and_gradients_equal_the_plain_computation(problem, chunk_tokens, temperature):
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.6, None), (0.6, 2.0)])
+def test_loss_and_gradients_equal_the_plain_computation(problem, chunk_tokens, temperature, cap):
     hidden, weight, targets, rollout, advantages = problem
     config = LossConfig(0.2, 0.2, denominator=N)
-    logprobs, entropy = plain(hidden, weight, targets, temperature)
+    logprobs, entropy = plain(hidden, weight, targets, temperature, cap)
     expected = grpo_loss(LossInputs(logprobs, rollout, advantages, entropy), config)
     expected_gradients = torch.autograd.grad(expected.loss, [hidden, weight])
 
-    layer = OutputLayer(weight, temperature, chunk_tokens)
+    layer = OutputLayer(weight, temperature, chunk_tokens, cap=cap)
     loss, sums = linear_loss(
         hidden, targets, layer,
         lambda at, logprobs_C, entropy_C: grpo_loss(LossInputs(logprobs_C, rollout[at], advantages[at], entropy_C), config),

@@ -77,14 +77,15 @@ def test_only_tokens_that_count_are_targets():
     assert microbatch.targets_N.tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("share", [True, False])
-def test_attention_equals_one_masked_attention_over_the_row(share):
+def test_attention_equals_one_masked_attention_over_the_row(share, window):
     from infra.models import megatron_cpu
 
     megatron_cpu.install()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from tasks.update.attention import AttentionLayout, SegmentAttention
+    from tasks.update.attention import SegmentAttention, SharedPrefixRow
 
     samples = [sample(i, [1, 2, 3] if i % 3 else [9] * 9, list(range(1 + 5 * (i % 4)))) for i in range(8)]
     (microbatch,) = pack(samples, budget=1000, share_prompts=share)
@@ -95,13 +96,22 @@ def test_attention_equals_one_masked_attention_over_the_row(share):
     for s in microbatch.segments:
         mask[s.start : s.stop, s.prefix_start : s.prefix_stop] = True
         mask[s.start : s.stop, s.start : s.stop] = torch.ones(s.stop - s.start, s.stop - s.start).tril().bool()
+    if window is not None:  # looks back `window` positions of its own sequence, wherever in the row they lie
+        positions = microbatch.positions_S
+        mask &= positions.unsqueeze(1) - positions <= window
     dense = torch.nn.functional.scaled_dot_product_attention(
         *(t.permute(1, 2, 0, 3) for t in (query, key, value)), attn_mask=mask, enable_gqa=True
     )
     expected = dense.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
 
-    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
-    result = SegmentAttention(config)(query, key, value, AttentionLayout.of(microbatch.segments))
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0,
+        window_size=(4, 0), window_attn_skip_freq=[0, 1],
+    )  # fmt: skip
+    row = SharedPrefixRow([])
+    mask_number = row.arguments(microbatch)["attention_mask"]
+    result = SegmentAttention(config, layer_number=1 if window is None else 2)(query, key, value, mask_number)
+    row.clear()
 
     torch.testing.assert_close(result, expected)
     weights = torch.randn(expected.shape, generator=generator)

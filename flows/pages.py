@@ -1,0 +1,43 @@
+"""Where a run's things are, for a person who reads its page in Prefect."""
+
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_UI_URL
+
+from infra.run import Head, Run
+from infra.tracking import Tracker
+
+
+def note_flow_run(run: Run) -> list[str]:
+    """Add this flow run to those that have worked on the run; their ids, oldest first."""
+    ids = run.read_json("flow_runs.json") or []
+    if flow_run.id and flow_run.id not in ids:
+        ids = [*ids, flow_run.id]
+        run.write_json("flow_runs.json", ids)
+    return ids
+
+
+def run_links(run: Run, tracker: Tracker, flow_runs: list[str], head: Head) -> dict[str, str]:
+    """What -> where, as markdown: MLflow, the store, the flow runs before this one, the final policy."""
+    before = [flow_run_link(one) for one in flow_runs if one != flow_run.id]
+    return {
+        "MLflow": mlflow_link(tracker),
+        "store": f"`{run.store}/runs/{run.name}`",
+        "resumed from": ", ".join(before) or "nothing: one flow run made it all",
+        "final policy": f"`{head.policy.uri}`",
+        "its digest": f"`{head.policy.digest}`",
+        "publish it": f'`prefect deployment run publish/smollm2-cpu --param config=\'{{"run": "{run.name}"}}\'`',
+    }
+
+
+def flow_run_link(flow_run_id: str) -> str:
+    """A link to the flow run's page, where the UI's address is known."""
+    ui = PREFECT_UI_URL.value()
+    return f"[{flow_run_id[:8]}]({ui}/runs/flow-run/{flow_run_id})" if ui else f"`{flow_run_id}`"
+
+
+def mlflow_link(tracker: Tracker) -> str:
+    """A link to the run where MLflow is a server, else how to see it."""
+    run_id = tracker.opened(timeout_s=5)
+    if tracker.uri.startswith("http"):
+        return f"[{run_id}]({tracker.uri}/#/experiments/{tracker.experiment_id}/runs/{run_id})"
+    return f"run `{run_id}`; `make mlflow-ui`, then http://127.0.0.1:5000"

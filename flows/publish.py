@@ -1,0 +1,180 @@
+"""The publish flow: a policy version becomes a Hugging Face folder and a registered model, promoted if it is better.
+
+evaluate        the version, and the holder of the alias (or version 0 of the run)
+export_model    the version as the files of a Hugging Face folder, in the store
+check_model     loaded by transformers and vLLM, it is the policy that was trained
+register_model  a version of MLflow's registered model, with its lineage
+                the alias, if the gain in accuracy is large enough beyond doubt
+"""
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
+
+from flows import report
+from flows.config import PublishConfig
+from flows.evaluate import Evaluation, announce, compare_versions, require_one_model, tell
+from flows.session import Session, open_session
+from flows.versions import Version, find_version, run_config
+from infra.actors import EngineSpec
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.assets import record_asset
+from infra.credentials import use_credentials
+from infra.errors import BadInput
+from infra.events import PolicyPromoted, PolicyPublished, emit
+from infra.run import Head, Run
+from infra.store import Store
+from tasks.publish.folder import fetch_model, model_folder
+from tasks.publish.registry import Registered, annotate, holder, promote
+from tasks.publish.task import check_model, export_model, register_model
+from tasks.sync.verify import probe_sequences
+
+
+@flow(name="publish", flow_run_name="publish {config.run}", persist_result=False)
+def publish(config: PublishConfig) -> dict[str, Any]:
+    """Publish a policy version of a run; returns where it lies, its registry version, and whether it was promoted."""
+    use_credentials(config.credentials)
+    if config.folder and Path(config.folder).exists():
+        raise BadInput(f"folder: {config.folder} exists; name a new one")
+    run = Run(store=Store.at(config.store).url, name=config.run)
+    version = find_version(run, config.version)
+    with open_session(run_config(config), config.run, visit=f"publish-{str(flow_run.id)[:8]}") as session:
+        name = config.name or Path(session.config.model).name
+        incumbent = holder(session.tracker.uri, name, config.alias)
+        baseline = baseline_of(version, incumbent)
+        evaluation, evaluated = compare_versions(session, version, baseline, config.dataset)
+        tell(session, evaluation)
+        announce(run.store, evaluation, evaluated)
+        session.stop_all()  # the check loads an engine of its own
+        policy = evaluation.policy
+        model = export_model(
+            run.stage("model", version.number, [policy]), policy=policy, base=session.model,
+            facts={"run": config.run, "version": version.number, "base": session.fingerprint},
+        )  # fmt: skip
+        check(session, version, policy, model, config)
+        registered = register_model(
+            run.stage("register", version.number, [model]), uri=session.tracker.uri, name=name, model=model,
+            mlflow_run=session.tracker.opened(), tags=lineage(session, version, evaluation, evaluated, model),
+        )  # fmt: skip
+        promoted, why = decide(config, evaluation, registered, incumbent)
+        annotate(session.tracker.uri, registered, {"policyflow.decision": why})
+        if promoted:
+            promote(session.tracker.uri, registered, config.alias)
+    result = {
+        "model": model.model_dump(),
+        "folder": str(fetch_model(model, config.folder)) if config.folder else model_folder(model),
+        "name": registered.name,
+        "model_version": registered.version,
+        "promoted": promoted,
+        "decision": why,
+        "evaluation": evaluation.model_dump(mode="json"),
+    }
+    conclude(session, config, version, model, registered, result)
+    return result
+
+
+def baseline_of(version: Version, incumbent: Registered | None) -> Version:
+    """The version behind the alias, where it can be evaluated; else version 0 of the run."""
+    if incumbent is None:
+        return find_version(version.run, 0)
+    try:
+        run = Run(store=incumbent.tags["policyflow.store"], name=incumbent.tags["policyflow.run"])
+        found = find_version(run, int(incumbent.tags["policyflow.version"]))
+        require_one_model(version, found)
+    except (KeyError, BadInput) as error:
+        raise BadInput(
+            f"the alias's holder, {incumbent.name} version {incumbent.version}, cannot be compared with: {error}; "
+            "publish under another name or alias, or remove the alias"
+        ) from None
+    return found
+
+
+def decide(
+    config: PublishConfig, evaluation: Evaluation, registered: Registered, incumbent: Registered | None
+) -> tuple[bool, str]:
+    """(whether the version gets the alias, why)."""
+    if incumbent and incumbent.version == registered.version:
+        return False, f"version {registered.version} has the alias {config.alias} already"
+    assert evaluation.gain is not None, "publish always compares"
+    gain, against = evaluation.gain, f"version {evaluation.baseline_version} of run {evaluation.baseline_run}"
+    what = f"gain over {against}: {gain.mean:+.3f}, {gain.low:+.3f} to {gain.high:+.3f} at {evaluation.confidence:.0%}"
+    if gain.low > config.minimum_gain:
+        return True, f"promoted to {config.alias}; {what}"
+    return False, f"not promoted: the lower end is not above minimum_gain {config.minimum_gain:g}; {what}"
+
+
+def check(session: Session, version: Version, policy: ArtifactRef, model: ArtifactRef, config: PublishConfig) -> None:
+    """Hold the published folder against what the training engine said of the version when it was synced."""
+    head = Head(step=version.number, update=version.update, policy=policy)
+    ack = session.ack_stage(head).committed()
+    if ack is None:
+        raise BadInput(f"version {version.number} of {config.run} was never acknowledged by an engine")
+    sync = session.config.sync
+    folder = model_folder(model)
+    engine: EngineSpec | None = None
+    if config.check_engine and folder.startswith("file://"):
+        engine = session.rollout_engine.model_copy(
+            update={
+                "name": f"{session.engines}/published",
+                "settings": {**session.rollout_engine.settings, "model": folder.removeprefix("file://")},
+            }
+        )
+    with session.progress.waiting("transformers and vLLM load the published folder"):
+        check_model(
+            version.run.stage("check", version.number, [model, ack], str(engine is not None)),
+            model=model, policy=policy, engine=engine,
+            sequences=probe_sequences(sync, session.vocab_size), logprobs=open_artifact(ack).json("probe")["engine"],
+            tolerance=sync.tolerance, timeout_s=config.timeouts.load_s,
+        )  # fmt: skip
+
+
+def lineage(
+    session: Session, version: Version, evaluation: Evaluation, evaluated: ArtifactRef, model: ArtifactRef
+) -> dict[str, str]:
+    """What the registry knows of where a version comes from."""
+    what = open_artifact(evaluation.policy)
+    return {
+        "policyflow.store": version.run.store,
+        "policyflow.run": version.run.name,
+        "policyflow.version": str(version.number),
+        "policyflow.policy_digest": what.metadata["policy_digest"],
+        "policyflow.base": session.config.model,
+        "policyflow.base_fingerprint": session.fingerprint,
+        "policyflow.code_version": what.manifest.provenance.get("code_version", ""),
+        "policyflow.accuracy": f"{evaluation.accuracy.mean:.4f}",
+        "ref.policy": evaluation.policy.model_dump_json(),
+        "ref.model": model.model_dump_json(),
+        "ref.evaluation": evaluated.model_dump_json(),
+        "ref.dataset": evaluation.dataset.model_dump_json(),
+    }
+
+
+def conclude(
+    session: Session, config: PublishConfig, version: Version, model: ArtifactRef, registered: Registered, result: Any
+) -> None:
+    """Lines, a page, the asset and the events."""
+    for line in (
+        f"published {registered.name} version {registered.version}: {result['folder']}",
+        f"  {result['decision']}",
+        f"  MLflow     {session.tracker.uri}, models:/{registered.name}/{registered.version}",
+    ):
+        session.progress.line(line)
+    evaluation = Evaluation.model_validate(result["evaluation"])
+    create_markdown_artifact(
+        report.publication_markdown(registered.tags, result, evaluation),
+        key=f"{report.artifact_key(config.run)}-published", description=f"{registered.name} {registered.version}",
+    )  # fmt: skip
+    record_asset(
+        model, name=f"{registered.name} {registered.version}", description=result["decision"],
+        upstream=[evaluation.policy], metadata={"run": config.run, "version": version.number},
+    )  # fmt: skip
+    facts = {
+        "name": registered.name, "model_version": registered.version, "run": config.run,
+        "version": version.number, "model": model,
+    }  # fmt: skip
+    emit(PolicyPublished(**facts))
+    if result["promoted"]:
+        emit(PolicyPromoted(**facts, alias=config.alias))

@@ -1,0 +1,71 @@
+"""Policy versions of a run: found by number, and made again when their tensors are not kept any more."""
+
+from dataclasses import dataclass
+
+from flows.config import TrainConfig, VersionConfig, parse_config
+from flows.session import Session
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.errors import BadInput
+from infra.run import Head, Run
+from infra.store import Store
+from tasks.sync.task import publish_policy
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a run: the policy after `number` steps."""
+
+    run: Run
+    number: int
+    update: ArtifactRef
+    """What the trainer follows to get there."""
+    policy: ArtifactRef | None
+    """The tensors, where they are kept."""
+
+
+def run_config(config: VersionConfig, name: str | None = None) -> TrainConfig:
+    """The settings that the run was started with, with `config`'s store, evaluation, tracking, timeouts and resources.
+
+    Raises BadInput when there is no such run.
+    """
+    name = name or config.run
+    stored = Run(store=Store.at(config.store).url, name=name).settings()
+    stored.pop("model_fingerprint")
+    kept = config.model_dump(
+        mode="json", include={"store", "credentials", "evaluation", "tracking", "timeouts", "resources"}
+    )
+    return parse_config(TrainConfig, {**stored, **kept, "run": name}, source=f"run {name}")
+
+
+def find_version(run: Run, number: int | None) -> Version:
+    """Version `number` of a run, None: the last committed. Raises BadInput for one that there is not."""
+    head = run.head()
+    if head is None:
+        raise BadInput(f"run: {run.name!r} has no committed policy in {run.store}; train it first")
+    if number is None or number == head.step:
+        return Version(run, head.step, head.update, head.policy)
+    if number > head.step:
+        raise BadInput(f"version: run {run.name!r} has versions 0 to {head.step}, not {number}")
+    update = updates_of(head)[number]
+    return Version(run, number, update, run.stage("policy", number, [update]).committed())
+
+
+def policy_of(session: Session, version: Version) -> ArtifactRef:
+    """The version's tensors. Where they are gone, the trainer makes them again, with the same digest."""
+    if version.policy is not None:
+        return version.policy
+    if session.trainer not in session.started:
+        session.started.append(session.trainer)
+    with session.progress.waiting(f"making version {version.number} of {version.run.name} again"):
+        return publish_policy(
+            version.run.stage("policy", version.number, [version.update]), session.trainer, session.config.sync,
+            update=version.update, parent=None, timeout_s=session.config.timeouts.update_s,
+        )  # fmt: skip
+
+
+def updates_of(head: Head) -> list[ArtifactRef]:
+    """The updates that lead to `head`, oldest first: the base (after its warm start, if it had one), and one a step."""
+    updates = [head.update]
+    while (inputs := open_artifact(updates[-1]).manifest.inputs) and inputs[1].kind == "scored":
+        updates.append(inputs[0])
+    return updates[::-1]

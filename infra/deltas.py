@@ -1,0 +1,143 @@
+"""The files of a delta: tensors in the order of the export, coded in groups against the parent while the next come."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from infra.codec import frame
+from infra.codec.layout import Layout, layout_of, words
+from infra.manifest import digest_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from infra.artifacts import ArtifactWriter
+    from infra.mirror import Mirror
+    from infra.policy import Frame
+
+FRAME_BYTES = 64 * 2**20
+"""Of weights in a frame, at most, but for a single bigger tensor; less for small models (`frame_bytes`)."""
+FILE_BYTES = 32 * 2**20
+_WORKERS = 2
+_DENSE = 0.3
+"""Share of changed elements from which a tensor has a frame of its own."""
+_WIDE = 0.5
+"""Share of changed elements from which 4-byte words are stored: coding them all is slower than a disk."""
+
+
+def frame_bytes(model_bytes: int) -> int:
+    """Bytes of weights in a frame: a 16th of the model, so that what is held does not grow with the model's share."""
+    return min(FRAME_BYTES, max(model_bytes // 16, 2**20))
+
+
+@dataclass
+class _Group:
+    """Tensors of one layout on their way into a frame."""
+
+    layout: Layout
+    names: list[str] = field(default_factory=list)
+    new: list[np.ndarray] = field(default_factory=list)
+    bytes: int = 0
+
+
+@dataclass
+class _Coded:
+    digests: dict[str, str]
+    """Of the tensors that changed."""
+    frames: list[tuple[list[str], bytes]]
+    """Tensors and their frame."""
+
+
+class DeltaFiles:
+    """Codes tensors against `parent` and writes delta-*.bin into `writer`; `parent` becomes the new version on the way.
+
+    At most `_WORKERS` + 1 groups are held. `add` may not be called for a tensor that the parent lacks.
+    """
+
+    def __init__(self, writer: "ArtifactWriter", parent: "Mirror", group_bytes: int):
+        self.writer, self.parent, self.group_bytes = writer, parent, group_bytes
+        self.frames: list[Frame] = []
+        self.digests: dict[str, str] = {}
+        """Of the tensors that changed, by name."""
+        self._group: _Group | None = None
+        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="delta")
+        self._pending: list[Future[_Coded]] = []
+        self._blob, self._files = bytearray(), 0
+
+    def add(self, name: str, tensor: "torch.Tensor") -> None:
+        """Take a tensor; its memory must stay as it is until `finish`, or until `group_bytes` more have been added."""
+        layout = layout_of(tensor.dtype)
+        if self._group and (self._group.layout != layout or self._group.bytes + tensor.nbytes > self.group_bytes):
+            self._submit()
+        if self._group is None:
+            self._group = _Group(layout)
+        self._group.names.append(name)
+        self._group.new.append(words(tensor))
+        self._group.bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._submit()
+        while self._pending:
+            self._take()
+        self._flush()
+        self._pool.shutdown()
+
+    def close(self) -> None:
+        """Stop the workers, after a fault."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self) -> None:
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        self._pending.append(self._pool.submit(_code, group, self.parent))
+        while len(self._pending) > _WORKERS:
+            self._take()
+
+    def _take(self) -> None:
+        from infra.policy import Frame
+
+        coded = self._pending.pop(0).result()
+        self.digests |= coded.digests
+        for names, data in coded.frames:
+            if self._blob and len(self._blob) + len(data) > FILE_BYTES:
+                self._flush()
+            self.frames.append(Frame(file=self._name(), offset=len(self._blob), bytes=len(data), tensors=names))
+            self._blob += data
+
+    def _name(self) -> str:
+        return f"delta-{self._files:05d}.bin"
+
+    def _flush(self) -> None:
+        if self._blob:
+            self.writer.bytes(self._name(), self._blob)
+            self._blob, self._files = bytearray(), self._files + 1
+
+
+def _code(group: _Group, parent: "Mirror") -> _Coded:
+    """Runs in a worker: what did not change is neither hashed nor coded."""
+    old = [parent.words(name) for name in group.names]
+    counts = [int(np.count_nonzero(a != b)) for a, b in zip(old, group.new, strict=True)]
+    sparse, digests, frames = [], {}, []
+    for index, (name, count) in enumerate(zip(group.names, counts, strict=True)):
+        if count:
+            digests[name] = digest_of(memoryview(group.new[index]).cast("B"))
+        if count > _DENSE * len(old[index]):  # by itself: it may have to be stored as it is
+            frames.append(([name], _frame([old[index]], [group.new[index]], count, group.layout)))
+        elif count:
+            sparse.append(index)
+    if sparse:
+        olds, news = [old[i] for i in sparse], [group.new[i] for i in sparse]
+        frames.append(([group.names[i] for i in sparse], frame.encode(olds, news, group.layout)))
+    for index, count in enumerate(counts):
+        if count:
+            old[index][:] = group.new[index]
+    return _Coded(digests, frames)
+
+
+def _frame(old: list[np.ndarray], new: list[np.ndarray], changed: int, layout: Layout) -> bytes:
+    wide = layout.word == 4 and changed > _WIDE * sum(len(words) for words in old)
+    return frame.store(new) if wide else frame.encode(old, new, layout)

@@ -1,0 +1,199 @@
+"""The events that policyflow emits and listens to: their names, and what their payloads hold.
+
+name                  resource                         when
+dataset.ready         data.dataset.<name>              a dataset artifact is committed (also by other pipelines)
+policy.committed      policyflow.run.<run>             every engine has acknowledged a new version
+evaluation.finished   policyflow.run.<run>             a version has been evaluated
+policy.published      policyflow.model.<name>          a version is a model folder and in the registry
+policy.promoted       policyflow.model.<name>          a published version has got the alias
+run.finished          policyflow.run.<run>             a training run is complete
+run.failed            policyflow.run.<run>             a flow run of it failed, crashed or was cancelled
+engine.memory         policyflow.run.<run>             the trainer ran out of memory; its microbatch was halved
+
+Payloads are small JSON, never data and never credentials. `python -m infra.events` prints their JSON schemas.
+"""
+
+import json
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.artifacts import ArtifactRef
+
+
+class Event(BaseModel):
+    """A payload with the event's name. Unknown fields are allowed: a newer sender may know more."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    event: ClassVar[str]
+
+    def resource(self) -> tuple[str, str]:
+        """(id, name) of the resource that the event is about."""
+        raise NotImplementedError
+
+
+class DatasetReady(Event):
+    """A dataset artifact is committed; a training run can start on exactly it."""
+
+    event: ClassVar[str] = "dataset.ready"
+
+    name: str
+    """The dataset's name; what triggers match on."""
+    environment: str
+    """The environment that scores its responses."""
+    dataset: ArtifactRef
+    """The dataset."""
+    prompts: dict[str, int] = {}
+    """Prompts a split."""
+
+    def resource(self) -> tuple[str, str]:
+        """The dataset."""
+        return f"data.dataset.{self.name}", self.name
+
+
+class RunEvent(Event):
+    """About a training run."""
+
+    run: str
+    """The run's name."""
+    store: str
+    """URL of the store that has it."""
+
+    def resource(self) -> tuple[str, str]:
+        """The run."""
+        return f"policyflow.run.{self.run}", self.run
+
+
+class PolicyCommitted(RunEvent):
+    """A new policy version serves."""
+
+    event: ClassVar[str] = "policy.committed"
+
+    version: int
+    """Its number: the policy after so many steps."""
+    policy: ArtifactRef
+    """The version."""
+    reward: float
+    """Mean reward of the step's rollouts, which the version before it made."""
+
+
+class EvaluationFinished(RunEvent):
+    """A version has been evaluated."""
+
+    event: ClassVar[str] = "evaluation.finished"
+
+    version: int
+    """Its number."""
+    evaluation: ArtifactRef
+    """The whole result."""
+    environment: str
+    """What was to be solved."""
+    split: str
+    """Of the dataset."""
+    accuracy: float
+    """Mean reward over prompts."""
+    low: float
+    """Lower end of its interval."""
+    high: float
+    """Upper end of its interval."""
+    gain: float | None = None
+    """Accuracy minus the baseline's."""
+    gain_low: float | None = None
+    """Lower end of the gain's interval."""
+
+
+class ModelEvent(Event):
+    """About a registered model."""
+
+    name: str
+    """The registered model's name."""
+    model_version: str
+    """The registry's number."""
+    run: str
+    """The run that trained it."""
+    version: int
+    """The policy version."""
+    model: ArtifactRef
+    """The Hugging Face folder, as an artifact."""
+
+    def resource(self) -> tuple[str, str]:
+        """The registered model."""
+        return f"policyflow.model.{self.name}", self.name
+
+
+class PolicyPublished(ModelEvent):
+    """A version is a Hugging Face folder and registered."""
+
+    event: ClassVar[str] = "policy.published"
+
+
+class PolicyPromoted(ModelEvent):
+    """A published version has got the alias."""
+
+    event: ClassVar[str] = "policy.promoted"
+
+    alias: str
+    """The alias."""
+
+
+class RunFinished(RunEvent):
+    """A training run is complete."""
+
+    event: ClassVar[str] = "run.finished"
+
+    steps: int
+    """Its steps."""
+    policy: ArtifactRef
+    """The final version."""
+    heldout_before: float | None = None
+    """Held-out accuracy of version 0."""
+    heldout_after: float | None = None
+    """Held-out accuracy of the final version."""
+
+
+class RunFailed(RunEvent):
+    """A flow run of a training run failed, crashed or was cancelled."""
+
+    event: ClassVar[str] = "run.failed"
+
+    state: str
+    """Failed, Crashed or Cancelled."""
+    reason: str
+    """What happened, one line."""
+    advice: str
+    """What to do."""
+    step: int | None = None
+    """Steps that are committed, from which the run goes on."""
+
+
+class EngineMemory(RunEvent):
+    """The trainer ran out of memory and goes on with a smaller microbatch."""
+
+    event: ClassVar[str] = "engine.memory"
+
+    step: int
+    """The step that did not fit."""
+    microbatch_tokens: int
+    """The microbatch from here on."""
+
+
+EVENTS: tuple[type[Event], ...] = (
+    DatasetReady, PolicyCommitted, EvaluationFinished, PolicyPublished, PolicyPromoted, RunFinished, RunFailed, EngineMemory
+)  # fmt: skip
+
+
+def emit(event: Event) -> None:
+    """Send an event to Prefect; it never fails the caller, and is lost where there is no server."""
+    from prefect.events import emit_event
+
+    resource, name = event.resource()
+    emit_event(
+        event=event.event,
+        resource={"prefect.resource.id": resource, "prefect.resource.name": name},
+        payload=event.model_dump(mode="json"),
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind.event: kind.model_json_schema() for kind in EVENTS}, indent=1))

@@ -1,0 +1,63 @@
+"""Publishing: a policy version becomes a Hugging Face folder, is proven to be that policy, and is registered."""
+
+from infra.actors import Engine, EngineSpec
+from infra.artifacts import ArtifactRef
+from infra.run import Stage
+from infra.stages import stage_task
+from tasks.publish.registry import Registered, register
+
+
+@stage_task("export")
+def export_model(stage: Stage, *, policy: ArtifactRef, base: str, facts: dict[str, str | int]) -> ArtifactRef:
+    """Artifact of kind `model`: the files of a Hugging Face folder (`model_folder` says where they lie).
+
+    base: the folder of the model that training started from, for everything that is no weight. facts: lineage.
+    """
+    from tasks.publish.folder import write_model
+
+    return stage.committed() or write_model(stage, policy, base, facts)
+
+
+@stage_task("check")
+def check_model(
+    stage: Stage,
+    *,
+    model: ArtifactRef,
+    policy: ArtifactRef,
+    engine: EngineSpec | None,
+    sequences: list[list[int]],
+    logprobs: list[list[float]],
+    tolerance: float,
+    timeout_s: float,
+) -> ArtifactRef:
+    """Artifact of kind `check`: what is published is what was trained.
+
+    transformers loads the folder in a process of its own: every tensor must have the version's digest, and the logprobs of
+    `sequences` must be within `tolerance` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
+    the published folder; None: skip it) must give `logprobs` within `tolerance` too. Raises NotThePolicy.
+    """
+    from tasks.publish import check
+
+    if done := stage.committed():
+        return done
+    differences = {"transformers": check.compare_transformers(model, policy, sequences, logprobs, tolerance, timeout_s)}
+    if engine is not None:
+        loaded = Engine(engine)
+        try:
+            found = loaded.call("tasks.publish.check:score", sequences=sequences, timeout_s=timeout_s)
+        finally:
+            loaded.stop()
+        differences["vllm"] = check.largest_difference("vLLM", found, logprobs, tolerance)
+    with stage.write("check", metadata={"max_diff": differences}) as writer:
+        pass
+    return writer.ref
+
+
+@stage_task("register")
+def register_model(
+    stage: Stage, *, uri: str, name: str, model: ArtifactRef, mlflow_run: str | None, tags: dict[str, str]
+) -> Registered:
+    """A version of the registered model `name` in MLflow at `uri`; the same artifact is registered once."""
+    from tasks.publish.folder import model_folder
+
+    return register(uri, name, source=model_folder(model), model=model, mlflow_run=mlflow_run, tags=tags)

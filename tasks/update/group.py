@@ -1,0 +1,185 @@
+"""A trainer over several processes of this machine: rank 0 is the caller's, the others follow its calls."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from infra.adapters import LoraConfig
+from infra.errors import BadInput, Transient
+from infra.mxfp8 import Mxfp8Config
+from tasks.update.config import UpdateConfig
+from tasks.update.lora import PolicyAdapter
+from tasks.update.optimizer import NonFiniteUpdate
+from tasks.update.trainer import Trainer
+
+START_METHOD = "spawn"
+"""How other processes are started: with nothing of this one, which may have threads."""
+
+
+def make_trainer(
+    model_dir: str,
+    config: UpdateConfig,
+    seed: int,
+    lora: LoraConfig | None = None,
+    mxfp8: Mxfp8Config | None = None,
+) -> "Trainer | TrainerGroup":
+    """A trainer of as many processes as `config.parallel` needs."""
+    return (Trainer if config.parallel.processes == 1 else TrainerGroup)(model_dir, config, seed, lora, mxfp8)
+
+
+class TrainerGroup:
+    """A `Trainer` a process, called in step. It looks like one `Trainer`.
+
+    Followers get their own part of a batch and nothing else of it; weights and optimizer states stay where they are
+    but for checkpoints. A follower that fails or dies ends the group: Transient, and a new group has to be made.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        config: UpdateConfig,
+        seed: int,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
+        """Start the other processes and load the model in all. BadInput as `Trainer`."""
+        world = config.parallel.processes
+        policy = (model_dir, config, seed, lora, mxfp8)
+        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        context: Any = torch.multiprocessing.get_context(START_METHOD)
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        for rank in range(1, world):
+            pipe, theirs = context.Pipe()
+            arguments = (theirs, rank, world, store.port, policy)
+            process = context.Process(target=_follow, args=arguments, daemon=True, name=f"trainer rank {rank}")
+            process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+        try:
+            _join(store, 0, world)
+            self.trainer = Trainer(*policy)
+            self._layers = [self.trainer.forward.replay.layers, *self._replies()]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def adapter(self) -> "PolicyAdapter | None":
+        """See `Trainer.adapter`."""
+        return self.trainer.adapter
+
+    def update(self, batch: pa.Table) -> dict[str, float]:
+        """See `Trainer.update`."""
+        own, *others = self.trainer.parts(batch, self._layers)
+        return self._together("update_part", [[part] for part in others], lambda: self.trainer.update_part(own))
+
+    def supervise(self, batches: Sequence[Sequence[tuple[list[int], list[int]]]], lr: float) -> list[float]:
+        """See `Trainer.supervise`."""
+        return self._same("supervise", batches, lr)
+
+    def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See `Trainer.token_logprobs`."""
+        return self._same("token_logprobs", sequences)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.export`; to be read to its end, all processes take part in each tensor."""
+        self._send("export_nothing", itertools.repeat([]))
+        yield from self.trainer.export()
+        self._replies()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """See `Trainer.state`; the tensors of other processes have `rank<n>.` in front."""
+        self._send("state", itertools.repeat([]))
+        tensors, meta = self.trainer.state()
+        for rank, (theirs, _) in enumerate(self._replies(), 1):
+            tensors |= {f"rank{rank}.{name}": tensor for name, tensor in theirs.items()}
+        return tensors, meta
+
+    def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """See `Trainer.load_state`."""
+        parts = [
+            [{n.removeprefix(f"rank{rank}."): t for n, t in tensors.items() if n.startswith(f"rank{rank}.")}, meta]
+            for rank in range(1, len(self._pipes) + 1)
+        ]
+        self._together("load_state", parts, lambda: self.trainer.load_state(tensors, meta))
+
+    def close(self) -> None:
+        """End the other processes, and leave the process group."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        if dist.is_initialized():
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def _same(self, name: str, *arguments: Any) -> Any:
+        return self._together(
+            name, itertools.repeat(list(arguments)), lambda: getattr(self.trainer, name)(*arguments)
+        )  # fmt: skip
+
+    def _together(self, name: str, arguments: Any, own: Callable[[], Any]) -> Any:
+        """Call the method on every rank; all raise the same BadInput or NonFiniteUpdate, or none does."""
+        self._send(name, arguments)
+        try:
+            result = own()
+        except (BadInput, NonFiniteUpdate):
+            self._replies()
+            raise
+        except Exception as error:
+            raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank 0 failed: {error}") from error
+        self._replies()
+        return result
+
+    def _send(self, name: str, arguments: Any) -> None:
+        for pipe, theirs in zip(self._pipes, arguments, strict=False):
+            pipe.send((name, theirs))
+
+    def _replies(self) -> list[Any]:
+        replies = []
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                replies.append(pipe.recv())
+            except EOFError:
+                raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank {rank} died") from None
+        return replies
+
+
+def _join(store: Any, rank: int, world: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:  # processes share the cores: threads that wait for one another would wait for other processes
+        torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
+
+
+def _follow(pipe: Any, rank: int, world: int, port: int, policy: tuple) -> None:
+    """A follower's life: do what rank 0 does. It ends with rank 0, or with its own first unexpected error, which the
+    others then see as a lost connection."""
+    _join(dist.TCPStore("127.0.0.1", port, world, is_master=False), rank, world)
+    trainer: Any = Trainer(*policy)
+    pipe.send(trainer.forward.replay.layers)
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if name == "export_nothing":
+                result = None
+                for _ in trainer.export():
+                    pass
+            else:
+                result = getattr(trainer, name)(*arguments)
+        except (BadInput, NonFiniteUpdate):  # rank 0 raises it too
+            result = None
+        pipe.send(result)

@@ -1,0 +1,225 @@
+"""The pipeline as it lives in Prefect: a real server, a real worker, the deployments of prefect.yaml."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling
+
+from flows.failures import default_run
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.run import Run
+from infra.server import HOST, LocalPrefect
+from infra.store import Store
+from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
+from tests.models import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    environment = {"POLICYFLOW_HOME": str(folder / "home")}
+    (folder / "home").mkdir()
+    prefect = LocalPrefect(folder / "prefect", port, environment)
+    with prefect, temporary_settings({PREFECT_API_URL: prefect.api_url}), get_client(sync_client=True) as client:
+        yield Service(prefect, client, folder)
+
+
+@pytest.fixture(scope="module")
+def small(service: Service) -> Service:
+    """The service with deployments that take seconds."""
+    service.deploy_small(write_tiny_llama(service.folder / "model"))
+    return service
+
+
+def deployments(service: Service) -> dict[str, Any]:
+    flows = {flow.id: flow.name for flow in service.client.read_flows()}
+    return {f"{flows[d.flow_id]}/{d.name}": d for d in service.client.read_deployments()}
+
+
+def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(service: Service):
+    found = deployments(service)
+    assert set(found) == {
+        "prepare/addition", "train/smollm2-cpu", "evaluate/smollm2-cpu", "publish/smollm2-cpu",
+        "train/smollm2-gpu", "evaluate/smollm2-gpu", "publish/smollm2-gpu",
+    }  # fmt: skip
+    train = found["train/smollm2-cpu"]
+    assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
+    assert train.global_concurrency_limit.limit == 1
+    assert [(schedule.schedule.cron, schedule.active) for schedule in train.schedules] == [("0 2 * * *", False)]
+    assert found["train/smollm2-gpu"].work_pool_name == "kubernetes"
+
+
+def test_a_fresh_server_has_the_automations(service: Service):
+    found = {one["name"]: one for one in service.client.request("POST", "/automations/filter", json={}).json()}
+    assert found["policyflow: end silent runs"]["enabled"]
+    assert found["policyflow: resume crashed runs"]["enabled"]
+    assert found["policyflow: train smollm2-cpu on a finished dataset"]["enabled"]
+    assert not found["policyflow: publish every finished run"]["enabled"]
+
+
+def test_the_forms_have_a_help_text_and_a_default_for_every_setting(service: Service):
+    for name, deployment in deployments(service).items():
+        schema = deployment.parameter_openapi_schema
+        assert schema["properties"], name
+        for title, definition in schema["definitions"].items():
+            for key, setting in definition.get("properties", {}).items():
+                assert setting.get("description"), f"{name}: {title}.{key} has no help"
+                required = key in definition.get("required", [])
+                assert required or "default" in setting, f"{name}: {title}.{key} has no default"
+
+
+def test_a_wrong_setting_is_refused_before_there_is_a_flow_run(service: Service):
+    train = deployments(service)["train/smollm2-cpu"]
+    body = {"parameters": {"config": {"steps": "many"}}}
+    with pytest.raises(Exception, match="409|422"):
+        service.client.request("POST", f"/deployments/{train.id}/create_flow_run", json=body)
+
+
+def test_the_server_listens_on_loopback_only(service: Service):
+    import psutil
+
+    listening = {
+        connection.laddr.ip
+        for process in service.prefect.processes.values()
+        for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for connection in one.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
+    """A training run that the event of a dataset has started, killed after its first step."""
+    prepared = small.wait(small.start("prepare/addition"))
+    assert prepared.state and prepared.state.is_completed(), prepared.state
+    (event,) = small.until("dataset.ready is there", lambda: small.events("dataset.ready"))
+    run = small.until("the event starts training", lambda: next(iter(small.runs_of("train")), None), 60)
+    training = Run(store=small.store, name=default_run(str(run.id)))
+
+    def a_step_is_committed() -> bool:
+        head = training.head()
+        return head is not None and head.step >= 1
+
+    small.until("a step is committed", a_step_is_committed, 240)
+    kill_flow(run)
+    return small.wait(run, 300), ArtifactRef.model_validate(event["payload"]["dataset"])
+
+
+def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Service, trained: tuple):
+    run, dataset = trained
+    assert run.parameters["dataset"] == dataset.model_dump()
+    pinned = Run(store=small.store, name=default_run(str(run.id))).pinned("dataset", lambda: dataset)
+    assert pinned == dataset
+
+
+def test_a_killed_flow_run_is_resumed_by_the_automation(small: Service, trained: tuple):
+    run, _ = trained
+    assert run.state and run.state.is_completed(), run.state
+    assert run.run_count == 2
+    head = Run(store=small.store, name=default_run(str(run.id))).head()
+    assert head is not None and head.step == 8
+    (failed,) = small.events("run.failed")
+    assert failed["payload"]["state"] == "Crashed"
+    assert "it goes on" in failed["payload"]["advice"] or "starts it again" in failed["payload"]["advice"]
+
+
+def test_nothing_of_a_finished_flow_run_is_left(small: Service, trained: tuple):
+    run, _ = trained
+    small.until("its processes are gone", lambda: not processes_of(run), 30)
+    limit = small.client.read_global_concurrency_limit_by_name("machine")
+    assert limit.limit == 1
+
+
+def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained: tuple):
+    run, _ = trained
+    name = default_run(str(run.id))
+    artifacts = small.artifacts(run)
+    kind, table = artifacts[f"{name}-samples"]
+    assert kind == "table"
+    assert set(json.loads(table)[0]) == {"prompt", "response", "reward", "advantage"}
+    kind, picture = artifacts[f"{name}-curves"]
+    assert kind == "image" and "data:image/png;base64," in picture
+    kind, page = artifacts[f"{name}-report"]
+    assert kind == "markdown"
+    for what in ("MLflow", "resumed from", "final policy", small.store):
+        assert what in page
+    kind, page = artifacts[f"{name}-failure"]
+    assert "What to do" in page
+
+
+def test_a_run_tells_its_versions_and_its_end_and_where_its_policy_comes_from(small: Service, trained: tuple):
+    run, dataset = trained
+    name = default_run(str(run.id))
+    committed = small.events("policy.committed")
+    assert {event["payload"]["version"] for event in committed} == set(range(1, 9))
+    (finished,) = small.until("run.finished", lambda: small.events("run.finished"))
+    assert finished["resource"]["prefect.resource.id"] == f"policyflow.run.{name}"
+    assert finished["payload"]["steps"] == 8
+    made = small.events("prefect.asset.materialization.succeeded")
+    policy = next(
+        event for event in made if event["resource"]["prefect.resource.id"] == finished["payload"]["policy"]["uri"]
+    )
+    assert dataset.uri in {related["prefect.resource.id"] for related in policy["related"]}
+
+
+def test_a_finished_run_is_published_and_judged(small: Service, trained: tuple):
+    trained_run, _ = trained
+    publication = small.until("the event starts publish", lambda: next(iter(small.runs_of("publish")), None), 60)
+    ended = small.wait(publication, 300)
+    assert ended.state and ended.state.is_completed(), ended.state
+    (event,) = small.until("policy.published", lambda: small.events("policy.published"))
+    payload = event["payload"]
+    assert payload["run"] == default_run(str(trained_run.id))
+    model = open_artifact(ArtifactRef.model_validate(payload["model"]))
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= set(model.names)
+    (evaluation,) = small.events("evaluation.finished")
+    promoted = small.events("policy.promoted")
+    assert bool(promoted) == (evaluation["payload"]["gain_low"] > 0), "the evaluation decides"
+
+
+def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service, trained: tuple):
+    problems = small.folder / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
+    output = subprocess.run(
+        [sys.executable, "examples/produce_dataset.py", str(problems), "--store", small.store, "--name", "addition",
+         "--environment", ENVIRONMENT],
+        env=small.prefect.environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert output.returncode == 0, output.stderr
+    known = {run.id for run in small.runs_of("train")[:1]}
+    run = small.until("a run starts", lambda: next((r for r in small.runs_of("train") if r.id not in known), None), 60)
+    assert run.parameters["dataset"]["uri"] in output.stdout
+    small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
+    environments = [process.environ() for process in processes_of(run)]
+    assert any(one.get("POLICYFLOW_STORE_KEY") == SECRET for one in environments), "engines get the block's variables"
+    small.client.set_flow_run_state(run.id, Cancelling())
+    ended = small.wait(run, 120)
+    assert ended.state and ended.state.is_cancelled(), ended.state
+    small.until("its processes are gone", lambda: not processes_of(run), 60)
+    small.until(
+        "its slot is free",
+        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 30,
+    )  # fmt: skip
+
+
+def test_no_secret_is_in_the_database_the_logs_or_the_store(small: Service, trained: tuple):
+    found = [
+        path
+        for path in small.folder.rglob("*")
+        if path.is_file() and path.suffix != ".safetensors" and SECRET.encode() in path.read_bytes()
+    ]
+    assert not found
+    assert Store.at(small.store).keys("runs")

@@ -1,0 +1,75 @@
+"""prefect.yaml: every deployment's parameters are settings that its flow takes, and the profiles' own."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.events.schemas.deployment_triggers import DeploymentTriggerTypes
+from pydantic import TypeAdapter
+
+from flows.config import PROFILES, EvaluateConfig, PublishConfig, TrainConfig, load_config
+from infra import workspace
+from infra.events import EVENTS
+from tasks.dataset.config import DatasetConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+CONFIGS = {"train": TrainConfig, "evaluate": EvaluateConfig, "publish": PublishConfig}
+
+
+def flow_name(deployment: dict[str, Any]) -> str:
+    return deployment["entrypoint"].partition(":")[2]
+
+
+def names(flow: str) -> set[str]:
+    return {d["name"] for d in DEPLOYMENTS if flow_name(d) == flow}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: f"{flow_name(d)}/{d['name']}")
+def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
+    name, parameters = flow_name(deployment), deployment["parameters"]
+    if name == "prepare":
+        DatasetConfig.model_validate(parameters["dataset"])
+    else:
+        config = CONFIGS[name].model_validate(parameters["config"])
+        assert config.resources.slots in workspace.LIMITS
+        assert config.resources.slots_needed() <= workspace.LIMITS[config.resources.slots]
+    module, _, function = deployment["entrypoint"].partition(":")
+    flow = getattr(importlib.import_module(module.removesuffix(".py").replace("/", ".")), function)
+    assert flow.name == name
+    assert name in deployment["tags"]
+    assert deployment["description"]
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in PROFILES.glob("*.yaml")))
+def test_a_profile_is_trained_evaluated_and_published_by_deployments(profile: str):
+    assert all(profile in names(flow) for flow in CONFIGS)
+    (train,) = [d for d in DEPLOYMENTS if flow_name(d) == "train" and d["name"] == profile]
+    config, wanted = TrainConfig.model_validate(train["parameters"]["config"]), load_config(profile)
+    assert config.identity() == wanted.identity()
+    assert (config.steps, config.store) == (wanted.steps, wanted.store)
+
+
+def test_one_training_run_a_model_at_a_time():
+    for deployment in DEPLOYMENTS:
+        if flow_name(deployment) == "train":
+            assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+
+
+def test_triggers_listen_to_events_that_are_emitted():
+    known = {kind.event for kind in EVENTS}
+    for deployment in DEPLOYMENTS:
+        for trigger in deployment.get("triggers", []):
+            parsed: Any = TypeAdapter(DeploymentTriggerTypes).validate_python(trigger)
+            assert set(parsed.expect) <= known
+
+
+@pytest.mark.parametrize("name", sorted(workspace.POOLS))
+def test_a_pool_with_gpus_asks_for_as_many_as_the_run_reserves(name: str):
+    for deployment in DEPLOYMENTS:
+        variables = deployment["work_pool"].get("job_variables", {})
+        if deployment["work_pool"]["name"] == name and "gpus" in variables:
+            config = CONFIGS[flow_name(deployment)].model_validate(deployment["parameters"]["config"])
+            assert variables["gpus"] == config.resources.rollout_gpus + config.resources.update_gpus

@@ -1,0 +1,50 @@
+"""A trainer and an engine without a model: the code that publishes and applies is the real one, the weights are tensors."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from infra.codec.frame import Changes
+from infra.mirror import Mirror
+from tasks.rollout import patches, weights
+from tasks.rollout.slots import Slot
+
+
+class TensorTrainer:
+    """Exports the tensors that it is given."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+        self.published: Mirror | None = None
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+
+class TensorEngine:
+    """Holds a policy as the rollout engine does: in slots, in `dtype` (None: each tensor's own), patched in place."""
+
+    def __init__(self, like: dict[str, torch.Tensor], dtype: torch.dtype | None = None):
+        self.version: str | None = None
+        self.memory = {name: torch.zeros_like(tensor, dtype=dtype or tensor.dtype) for name, tensor in like.items()}
+        self.slots = {name: Slot(tensor.view(-1), tensor.shape) for name, tensor in self.memory.items()}
+        self.wider: dict[str, torch.Tensor] = {}
+        self.whole = 0
+        """How often all tensors came, and not the changes."""
+
+    def apply(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.memory.items()}
+        self.whole += 1
+        self.commit(patches.Update.full(self.slots, weights.collect(tensors, shapes)), version)
+
+    def words(self, name: str, dtype: torch.dtype) -> Any:
+        return patches.words_of(self.slots[name], self.wider.get(name), dtype)
+
+    def prepare(self, changes: Iterable[tuple[str, torch.dtype, Changes]]) -> patches.Update:
+        return patches.Update.sparse(self.slots, self.wider, changes)
+
+    def commit(self, update: patches.Update, version: str) -> None:
+        patches.write(update.patches)
+        self.wider = update.wider
+        self.version = version

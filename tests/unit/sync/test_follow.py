@@ -1,0 +1,130 @@
+"""An engine comes to a version by what changed, and holds it bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra import policy
+from infra.artifacts import ArtifactRef
+from infra.run import Run
+from tasks.sync.apply import follow
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
+from tests.unit.sync.engines import TensorEngine, TensorTrainer
+
+CONFIG = SyncConfig(anchor_every=4)
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(300, 64, generator=generator).mul(0.02).bfloat16(),
+        "norm": torch.ones(64).bfloat16(),
+        "router": torch.randn(8, 64, generator=generator).mul(0.02),
+        "scalar": torch.tensor(1.5),
+    }
+
+
+def step(weights: dict[str, torch.Tensor], seed: int, lr: float = 1e-4) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        moved = tensor.float() + lr * torch.randn(tensor.shape, generator=generator)
+        tensor.copy_(moved)
+
+
+class Chain:
+    """Versions of one trainer."""
+
+    def __init__(self, folder: Path, config: SyncConfig = CONFIG):
+        self.run = Run(store=f"file://{folder}/store", name="r")
+        self.trainer = TensorTrainer(tensors())
+        self.config = config
+        self.refs: list[ArtifactRef] = []
+        self.digests: list[str] = []
+
+    def publish(self, count: int = 1) -> ArtifactRef:
+        for _ in range(count):
+            number = len(self.refs)
+            if number:
+                step(self.trainer.tensors, number)
+            stage = self.run.stage("policy", number, [])
+            self.refs.append(publish(self.trainer, stage, self.config, self.refs[-1] if self.refs else None))
+            self.digests.append(policy.digest_tensors(self.trainer.export()))
+        return self.refs[-1]
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path)
+
+
+def held(engine: TensorEngine, like: dict[str, torch.Tensor]) -> str:
+    return policy.digest_tensors((name, engine.memory[name].to(tensor.dtype)) for name, tensor in like.items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["own", "float32"])
+def test_an_engine_goes_from_version_to_version_by_what_changed(chain: Chain, dtype: torch.dtype | None) -> None:
+    engine = TensorEngine(tensors(), dtype)
+    for number in range(6):
+        follow(engine, chain.publish())
+        assert engine.version == chain.digests[number] == held(engine, chain.trainer.tensors)
+    assert engine.whole == 1, "only version 0 came whole"
+
+
+def test_a_fresh_engine_takes_the_cheapest_chain(chain: Chain) -> None:
+    chain.publish(7)
+    assert [what.version for _, what in policy.chain(chain.refs[6])] == [4, 5, 6]
+    assert [what.version for _, what in policy.chain(chain.refs[4])] == [4]
+    assert [what.version for _, what in policy.chain(chain.refs[6], chain.digests[3])] == [4, 5, 6]
+    assert policy.chain(chain.refs[6], chain.digests[6]) == []
+    engine = TensorEngine(tensors())
+    follow(engine, chain.refs[6])
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[6]
+
+
+def test_an_engine_that_lags_catches_up_through_the_versions_between(chain: Chain) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish(2))
+    follow(engine, chain.publish(3))
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[4]
+    assert engine.whole == 1
+
+
+def test_an_engine_goes_back_to_an_older_version(chain: Chain) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish(4))
+    follow(engine, chain.refs[1])
+    assert engine.version == chain.digests[1]
+    assert policy.digest_tensors(engine.memory.items()) == chain.digests[1]
+
+
+def test_an_engine_whose_weights_were_disturbed_gets_the_version_whole(chain: Chain) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish(2))
+    engine.memory["embed"][3, 5] += 1
+    follow(engine, chain.publish())
+    assert engine.whole == 2 and held(engine, chain.trainer.tensors) == chain.digests[2]
+
+
+def test_an_engine_in_fewer_bits_than_the_policy_still_takes_changes(chain: Chain) -> None:
+    engine = TensorEngine(tensors(), torch.bfloat16)
+    for _ in range(4):
+        follow(engine, chain.publish())
+    assert engine.whole == 1
+    assert all(torch.equal(engine.memory[n], t.bfloat16()) for n, t in chain.trainer.tensors.items())
+
+
+def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain, tmp_path: Path) -> None:
+    other = Chain(tmp_path / "other")
+    chain.publish(4)
+    for _ in range(4):
+        other.trainer.published = None
+        other.publish()
+    assert [ref.digest for ref in chain.refs] == [ref.digest for ref in other.refs]
+
+
+def test_a_version_is_published_once(chain: Chain) -> None:
+    chain.publish(2)
+    stage = chain.run.stage("policy", 1, [])
+    assert publish(chain.trainer, stage, CONFIG, chain.refs[0]) == chain.refs[1]
