@@ -257,6 +257,10 @@ class PublishConfig(VersionConfig):
     none: over version 0 of its run) is above this. Negative: it may be that much worse."""
     folder: str | None = None
     """A new folder of this machine that gets a copy of the model. Null: it lies in the store only."""
+    adapter_folder: str | None = None
+    """Of a run with policy lora: a new folder of this machine that gets the adapter alone, as PEFT and vLLM load it."""
+    fused_experts: bool = False
+    """adapter_folder in PEFT's layout for models that keep all experts of a layer in one parameter."""
     check_engine: bool = True
     """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
 

@@ -40,7 +40,7 @@ class Mxfp8Config(Config):
     train: bool = True
     """Off: rollouts in MXFP8, forward and backward of the update in bf16."""
     sequence_multiple: int = Field(BLOCK, ge=1)
-    """Rows of a microbatch are padded to a multiple of this many tokens where the kernels need it (GPUs: 32)."""
+    """A microbatch is padded to a multiple of this many tokens where the kernels need it (GPUs), an expert's tokens too."""
 
 
 def scale_exponents(x: "Tensor") -> "Tensor":

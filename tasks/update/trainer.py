@@ -61,7 +61,8 @@ class Trainer:
         self.model = load_policy(model_dir, precision, config, seed, settings)
         emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
         self._rounded = emulate(self.model, set(self._quantised)) if emulated else []
-        self.forward = PolicyForward(self.model, config)
+        native = mxfp8 is not None and mxfp8.train and not mxfp8.emulation
+        self.forward = PolicyForward(self.model, config, mxfp8.sequence_multiple if mxfp8 and native else 1)
         self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
         parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
         dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
