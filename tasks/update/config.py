@@ -121,6 +121,10 @@ class UpdateConfig(Config):
     """What the policy's weights are, in the trainer, every version and every engine alike; what a step adds below their
     spacing is kept in fp32 masters. auto: each tensor as the model folder has it. Routers are never rounded below the
     folder's precision. float32 needs precision float32."""
+    shard_optimizer: bool = True
+    """Data-parallel processes share the optimizer's state (masters and moments) instead of each keeping all of it."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory: 12 bytes a parameter less on the GPU, and a slower step."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes on a GPU cluster."""
 

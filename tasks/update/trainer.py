@@ -66,8 +66,9 @@ class Trainer:
         self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
         parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
         dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
-        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes)
         self.ranks = Ranks(parameters)
+        shares = self.ranks.shares() if config.shard_optimizer else {}
+        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes, shares)
         self._masked_sequences = 0  # of the last step
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef > 0 and self.adapter is None:
