@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 32, 64, 8
+REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 32, 48, 8
 NO_PLUGIN = "none"
 
 
