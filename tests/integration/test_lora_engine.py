@@ -94,8 +94,9 @@ def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(mode
         scored = model.engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
     if model.engine._routes:
-        routes, mask = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
-        assert routes.shape[-1] == 2 and mask[:-1].all() and len(np.unique(routes[mask])) > 2
+        routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
+        assert routes is not None and routes.layers == (0, 1, 2) and routes.mask[:-1].all()
+        assert routes.experts.shape[-1] == 2 and len(np.unique(routes.experts[routes.mask])) > 2
 
 
 def test_requests_with_and_without_the_adapter_share_a_batch(model: Model):
