@@ -26,6 +26,8 @@ from tasks.rollout.mxfp8 import PLAIN_EXPERTS_ENV
 class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
     """Experts on the CPU, weights laid out as in the checkpoint, with or without an adapter."""
 
+    isa = ""
+    """No kernel has packed the weights (see slots)."""
     gate_up: list[StackedAdapter] | None = None
     """Of each expert; None: no adapter."""
     down: list[StackedAdapter] | None = None
@@ -64,9 +66,12 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         gate_up_PO = self._grouped(x_PH, w1, counts, self.gate_up if uses is not False else None, mask_P1)
         act_PI = gate_up_PO.new_empty(len(gate_up_PO), w2.shape[2])
         self.activation(activation, act_PI, gate_up_PO)
+        weights_P1 = topk_weights.flatten()[order_P].to(act_PI.dtype).unsqueeze(1)
+        if self.rounds:  # Megatron weighs before the second product: what is rounded must be the same
+            act_PI *= weights_P1
         down_PH = self._grouped(act_PI, w2, counts, self.down if uses is not False else None, mask_P1)
         weighted_PH = torch.empty_like(down_PH)
-        weighted_PH[order_P] = down_PH * topk_weights.flatten()[order_P].to(down_PH.dtype).unsqueeze(1)
+        weighted_PH[order_P] = down_PH if self.rounds else down_PH * weights_P1
         torch.sum(weighted_PH.view(len(topk_ids), -1, output.shape[1]), dim=1, out=output)
 
     def _grouped(
