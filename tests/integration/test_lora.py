@@ -18,7 +18,7 @@ LORA = LoraConfig(rank=4, alpha=8)
 PROBE = [[5, 9, 200, 33, 17] * 5, [7, 8, 3]]
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", "experts", "beam"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return getattr(tiny_models, request.param)(tmp_path_factory.mktemp(request.param))
 
@@ -97,6 +97,8 @@ def test_peft_computes_what_the_trainer_does(folder: Path, trained: Any, tmp_pat
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    if layout == "3-D" and "beam" in str(folder):
+        pytest.skip("Beam's experts are modules of their own in transformers")
     tensors = trained.adapter.export()
     config = peft_config(LORA, tensors)
     if layout == "3-D":

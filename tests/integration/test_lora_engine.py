@@ -16,7 +16,8 @@ from tasks.rollout.engine import RolloutEngine
 from tests.integration import tiny_models
 from tests.integration.test_rollout_engine import PROBE, PROMPTS, SETTINGS
 
-LORA = LoraConfig(rank=4, alpha=8)
+TARGETS = ("linear_qkv", "linear_gate", "linear_proj", "linear_fc1", "linear_fc2")
+LORA = LoraConfig(rank=4, alpha=8, targets=TARGETS)
 LINEAR = re.compile(r".*\.(?:q|k|v|o|gate|up|down)_proj\.weight")
 
 
@@ -36,7 +37,7 @@ class Model:
             if not LINEAR.fullmatch(name):
                 continue
             path = PREFIX + name.removesuffix(".weight")
-            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.2
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
             tensors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=generator) * 0.2
         for name in [n for n in tensors if seed % 2 and "up_proj.lora_A" in n]:
             tensors[name] = tensors[name.replace("up_proj", "gate_proj")]
@@ -61,7 +62,7 @@ class Model:
         return results
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", "experts", "beam"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     made = Model(request.param, tmp_path_factory.mktemp(request.param))
     yield made
@@ -95,8 +96,8 @@ def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(mode
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
     if model.engine._routes:
         routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
-        assert routes is not None and routes.layers == (0, 1, 2) and routes.mask[:-1].all()
-        assert routes.experts.shape[-1] == 2 and len(np.unique(routes.experts[routes.mask])) > 2
+        assert routes is not None and len(routes.layers) == 3 and routes.mask[:-1].all()
+        assert routes.experts.shape[-1] in (2, 4) and len(np.unique(routes.experts[routes.mask])) > 2
 
 
 def test_requests_with_and_without_the_adapter_share_a_batch(model: Model):

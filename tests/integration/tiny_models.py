@@ -38,6 +38,24 @@ def experts(folder: Path, seed: int = 0, width: int = 48) -> Path:
     return _save(Qwen3MoeForCausalLM, config, folder, seed)
 
 
+def beam(folder: Path, seed: int = 0) -> Path:
+    """The small Beam, in fp32."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from infra.models.beam.register import register
+    from infra.models.beam.tiny import write_beam_tiny
+
+    register()
+    write_beam_tiny(folder, seed)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return folder
+
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
