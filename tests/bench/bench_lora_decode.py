@@ -126,17 +126,18 @@ def measure(variants: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Median tokens/s of each engine over rounds in which they take turns, after one that does not count."""
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(engine(settings)) for name, settings in variants.items()}
+        for process in engines.values():  # they load side by side
+            answer(process)
         rounds = [{name: round_of(process) for name, process in engines.items()} for _ in range(ROUNDS + 1)][1:]
     return {name: statistics.median(speeds[name] for speeds in rounds) for name in variants}
 
 
 @contextlib.contextmanager
 def engine(settings: dict[str, Any]) -> Iterator[subprocess.Popen]:
-    """A loaded engine's process."""
+    """An engine's process, loading."""
     command = [sys.executable, "-m", "tests.bench.lora_decoding", json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            answer(process)
             yield process
         finally:
             process.kill()
