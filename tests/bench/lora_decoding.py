@@ -34,7 +34,7 @@ def stock(settings: dict[str, Any]) -> tuple[Any, Any]:
     rank = settings["rank"]
     llm = vllm.LLM(
         settings["model"], dtype=settings["dtype"], enforce_eager=settings["eager"], max_model_len=256, block_size=32,
-        kv_cache_memory_bytes=2**29, enable_lora=bool(rank), max_lora_rank=rank or 16,
+        kv_cache_memory_bytes=2**28, enable_lora=bool(rank), max_lora_rank=rank or 16,
         tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
     )  # fmt: skip
     return llm, LoRARequest("policy", 1, settings["adapter"]) if rank else None
@@ -50,7 +50,7 @@ def ours(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     lora = LoraConfig.model_validate(settings["lora"]) if settings["rank"] else None
     config = RolloutConfig(
-        max_model_len=256, kv_cache_gib=0.5, dtype=settings["dtype"],
+        max_model_len=256, kv_cache_gib=0.25, dtype=settings["dtype"],
         tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
     )  # fmt: skip
     engine = RolloutEngine(settings["model"], config, lora)
