@@ -89,6 +89,7 @@ _THE_STREAM = _Stream()
 
 def _answer_cuda_calls() -> None:
     cuda: Any = torch.cuda
+    cuda.is_available = lambda: False  # vLLM, in the same process, has torch count devices, of which there is one below
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.set_device = lambda device: None
