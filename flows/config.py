@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -265,6 +266,17 @@ class PublishConfig(VersionConfig):
     """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans: `off`, `on`, `yes` and `no` are words, as settings use them."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false|True|False)$"), list("tTfF"))
+
+
 def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig:
     """A profile (a name in infra/profiles or a YAML file) with `path.to.key=value` overrides (values are YAML).
 
@@ -275,7 +287,7 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.load(path.read_text(), Loader=_Loader) or {}
     except yaml.YAMLError as error:
         raise BadInput(f"profile {path}: not YAML: {error}") from None
     if not isinstance(values, dict):
@@ -308,7 +320,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise BadInput(f"override: {override!r}: {name} is a value, not a group of settings")
         values = child
-    values[last] = yaml.safe_load(value)
+    values[last] = yaml.load(value, Loader=_Loader)
 
 
 def _explain(kind: type[Config], fault: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.config import TrainConfig
-from infra.actors import Engine, EngineSpec, start_ray, stop_ray
+from infra.actors import Engine, EngineSpec, stop_ray
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
 from infra.run import Head, Run, Stage
@@ -99,7 +99,7 @@ class Session:
             name=f"{self.engines}/{name}",
             factory="tasks.rollout.engine:load_engine",
             settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json"), **self._policy()},
-            follow="tasks.sync.apply:follow",
+            follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
         )
@@ -116,7 +116,8 @@ class Session:
 
 @contextmanager
 def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -> Iterator[Session]:
-    """Check the input, claim or resume the run, start Ray; afterwards free every process that was started.
+    """Check the input, claim or resume the run; afterwards free every process that was started. Ray and the engines start
+    with the first call.
 
     With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, and
     the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with the model, the store or the run's
@@ -140,7 +141,6 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     try:
         with held_slots(config.resources.slots, config.resources.slots_needed()):
             try:
-                start_ray()
                 yield session
             finally:
                 for spec in session.started:

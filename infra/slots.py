@@ -5,12 +5,15 @@ from contextlib import contextmanager
 
 from infra.errors import BadInput
 
+LEASE_S = 60.0
+"""Seconds after which a killed holder's slots are free; the least that Prefect takes."""
+
 
 @contextmanager
 def held_slots(name: str | None, count: int) -> Iterator[None]:
     """Hold `count` slots of the limit `name` (None: hold nothing); waits until they are free.
 
-    They are given back at the end, and within five minutes when this process is killed. Raises BadInput when there is
+    They are given back at the end, and a minute after this process was killed. Raises BadInput when there is
     no such limit, or when it has fewer slots.
     """
     if name is None:
@@ -30,5 +33,7 @@ def held_slots(name: str | None, count: int) -> Iterator[None]:
             ) from None
     if count > limit:
         raise BadInput(f"resources: {count} slots of {name!r} are needed, the limit has {limit}")
-    with concurrency(name, occupy=count, strict=True):
+    with concurrency(
+        name, occupy=count, lease_duration=LEASE_S, strict=True, raise_on_lease_renewal_failure=False
+    ):  # a server that does not answer for a moment must not end a training run
         yield

@@ -14,11 +14,11 @@ import numpy as np
 import zstandard
 
 from infra.codec import rans, scan, tokens
-from infra.codec.layout import Layout
+from infra.codec.layout import Layout, frozen
 from infra.errors import Corrupted
 from infra.store import Buffer
 
-SEGMENT = 1 << 20
+SEGMENT = 1 << 21
 """Words of a segment."""
 _CODED, _STORED = 1, 2
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and raw bits; segments, table entries, streams
@@ -42,7 +42,7 @@ class _Segment:
 
     def row(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         rows = [tensors[index][begin:end] for index, begin, end in self.parts]
-        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return frozen(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
 
 def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
@@ -184,9 +184,9 @@ class _Decoder:
         keys = self._take(np.uint8, 2 * streams).reshape(-1, 2).tolist()
         sizes = self._take_planes(np.uint32, 2 * streams).reshape(-1, 2).tolist()
         shares = self._take_planes(np.uint16, 256 * streams).reshape(-1, 256)
-        self.streams = defaultdict(lambda: np.empty(0, np.uint8))
+        self.streams = defaultdict(lambda: frozen(np.empty(0, np.uint8)))
         for (kind, stream), (count, size), table in zip(keys, sizes, shares, strict=True):
-            self.streams[kind, stream] = rans.decode(view[at : at + size], table, count)
+            self.streams[kind, stream] = frozen(rans.decode(view[at : at + size], table, count))
             at += size
 
     def _take(self, dtype: type, count: int) -> np.ndarray:

@@ -52,7 +52,16 @@ def layout_of(dtype: torch.dtype) -> Layout:
     return _LAYOUTS[dtype]
 
 
+def frozen(words: np.ndarray) -> np.ndarray:
+    """A read-only view: compiled code has one type for what it only reads, whoever owns it."""
+    view = words[:]
+    view.flags.writeable = False
+    return view
+
+
 def words(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's bits as its layout's words, flat [n]; a view where it is contiguous and on the CPU."""
+    if tensor.numel() == 0:
+        return np.empty(0, layout_of(tensor.dtype).dtype)
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().view(layout_of(tensor.dtype).dtype)

@@ -8,6 +8,8 @@ works on four tokens at once; 32-bit states, 16-bit words, probabilities in 4096
 import numpy as np
 from numba import njit
 
+from infra.codec.layout import frozen
+
 _BITS = 12
 _LANES = 4
 
@@ -25,7 +27,7 @@ def table(tokens: np.ndarray) -> np.ndarray:
 def encode(tokens: np.ndarray, shares: np.ndarray) -> bytes:
     """The stream of tokens [n > 0] under `table(tokens)`."""
     words = np.empty(len(tokens) + 2 * _LANES, np.uint16)
-    return words[_encode(tokens, shares.astype(np.int64), words) :].tobytes()
+    return words[_encode(frozen(tokens), shares.astype(np.int64), words) :].tobytes()
 
 
 def decode(stream: memoryview, shares: np.ndarray, count: int) -> np.ndarray:
@@ -33,7 +35,7 @@ def decode(stream: memoryview, shares: np.ndarray, count: int) -> np.ndarray:
     if shares.sum() != 1 << _BITS or len(stream) < 4 * _LANES or len(stream) % 2:
         raise ValueError("a stream of tokens is damaged")
     tokens = np.empty(count, np.uint8)
-    words = np.frombuffer(stream, np.uint16)
+    words = np.frombuffer(bytes(stream), np.uint16)  # aligned
     symbols = np.repeat(np.arange(256, dtype=np.uint8), shares)
     if _decode(words, shares.astype(np.int64), symbols, tokens) != len(words):
         raise ValueError("a stream of tokens has another length than its tokens")

@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from infra.adapters import MODULES, LoraConfig
 
 NAME, ID = "policy", 1
 """Every version of the adapter has this name and id: vLLM never holds two."""
+
+
+@dataclass(frozen=True)
+class AdapterUpdate:
+    """An adapter, checked and ready to be loaded."""
+
+    tensors: dict[str, torch.Tensor]
+    """PEFT's names, 2-D layout."""
+    config: dict[str, Any]
+    """PEFT's adapter_config.json."""
 
 
 def engine_arguments(config: LoraConfig, has_experts: bool, tensor_parallel: int) -> dict[str, Any]:

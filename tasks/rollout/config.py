@@ -40,5 +40,8 @@ class RolloutConfig(Config):
     """Run without compilation and CUDA graphs; null: yes on a CPU (faster to load), no on a GPU."""
     routes: Literal["auto", "off"] = "auto"
     """Record the experts that each token was routed to, for replay in the trainer. auto: when the model has experts."""
+    in_flight: Literal["keep", "recompute"] = "keep"
+    """Requests that are running when new weights come. keep: they go on with the KV that they have. recompute: they are
+    interrupted and resumed, all of their KV computed anew under the new weights."""
     engine: dict[str, Any] = {}
     """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; they win over the ones derived from this config."""

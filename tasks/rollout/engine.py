@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
     from infra.codec.frame import Changes
+    from infra.follow import Prefetch
     from tasks.rollout.patches import Update
-    from tasks.rollout.slots import Slot
+    from tasks.rollout.sink import ModelSink
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -76,8 +78,6 @@ class RolloutEngine:
         register()
         import vllm
 
-        from tasks.rollout import weights
-
         self._shapes = checkpoint_shapes(model_dir)
         self._expert_layers = expert_layers(self._shapes)
         self._routes = config.routes == "auto" and has_experts(model_dir)
@@ -95,12 +95,14 @@ class RolloutEngine:
             self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
-        self._slots: dict[str, Slot] = {}
-        self._wider: dict[str, torch.Tensor] = {}
-        if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
-            slots = self._llm.collective_rpc(weights.find_slots)[0]
-            if all(name in slots and slots[name].shape == shape for name, shape in self._shapes.items()):
-                self._slots = slots
+        workers = config.tensor_parallel_size * config.pipeline_parallel_size
+        self._sink: ModelSink | None = (
+            self._llm.collective_rpc(_sink, args=(self._shapes,))[0] if workers == 1 else None
+        )
+        self.prefetched: Prefetch | None = None
+        self._stepping = threading.Lock()
+        """Held while the model computes a step, and while weights change."""
+        self._llm.llm_engine.step = _locked(self._stepping, self._llm.llm_engine.step)
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def sample(
@@ -189,68 +191,63 @@ class RolloutEngine:
         Only what differs is written. Nothing has changed when this raises: `tensors` may fail half-way or not fit the
         model (BadInput names the tensor), and should loading itself fail, the old weights are put back.
         """
+        self.commit(self.prepare_whole(tensors), version)
+
+    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
+        """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
+        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        if self.mxfp8 is not None:  # it holds what a version's elements and scales stand for, not those
+            return None
+        return self._sink.words(name, dtype) if self._sink else None
+
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+        """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
+        assert self._sink is not None, "an engine without words is given no changes"
+        return self._sink.prepare(changes)
+
+    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update":
+        """What `commit` will write to hold a full policy. Changes nothing."""
         from tasks.rollout import patches, weights
 
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
         numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
-        complete = weights.collect(numbers, self._shapes)
-        if not self._slots:
-            self._load(complete)
-            self._changed(version)
-            return
-        self.commit(patches.Update.full(self._slots, complete), version)
+        if self._sink:
+            return self._sink.prepare_whole(numbers)
+        return patches.Update([], {}, weights.collect(numbers, self._shapes))
 
-    def _load(self, tensors: "list[tuple[str, torch.Tensor]]") -> None:
-        """Through vLLM's loader, which knows every layout."""
-        from tasks.rollout import weights
-
-        faults = self._llm.collective_rpc(weights.load_or_restore, args=(tensors,))
-        fault = next((fault for fault in faults if fault is not None), None)
-        self._llm.collective_rpc(weights.settle, args=(fault is not None,))
-        if fault is not None:
-            raise fault
-
-    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
-        """The bits of a checkpoint tensor as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
-        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
-        from tasks.rollout.patches import words_of
-
-        if name not in self._slots or self.mxfp8 is not None:  # there it holds what elements and scales stand for
-            return None
-        return words_of(self._slots[name], self._wider.get(name), dtype)
-
-    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
-        """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
-        from tasks.rollout.patches import Update
-
-        return Update.sparse(self._slots, self._wider, changes)
-
-    def commit(self, update: "Update", version: str) -> None:
-        """Write a prepared update and forget the KV of the old weights. When it raises, the old weights are back."""
-        from tasks.rollout import patches
-
-        patches.write(update.patches)
-        self._wider = update.wider
-        self._changed(version)
-
-    def _changed(self, version: str) -> None:
-        self._llm.reset_prefix_cache()
-        self.version = version
-
-    def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
-        """Take over an adapter in place of the last one: PEFT's names and 2-D layout, and its adapter_config.json.
-
-        Nothing changes when it does not fit (BadInput names the module). KV computed under the old adapter is never
-        used again. Should vLLM itself fail, `version` is None: the engine holds neither.
-        """
+    def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> adapter.AdapterUpdate:
+        """What `commit` will write to serve an adapter in place of the last one: PEFT's names and 2-D layout, and its
+        adapter_config.json. Changes nothing. BadInput names the module that does not fit."""
         if self.lora is None:
             raise BadInput("the engine was started without an adapter: set policy: lora in the profile")
         check_fits(tensors, self._shapes, self.lora.engine_rank)
-        self.version = None
-        self._llm.collective_rpc(adapter.load, args=(tensors, config))
-        self._lora_request = adapter.request()
-        self._changed(version)
+        return adapter.AdapterUpdate(tensors, config)
+
+    def commit(self, update: "Update | adapter.AdapterUpdate", version: str) -> None:
+        """Write a prepared update; when it raises, the old weights are back, bit for bit.
+
+        May be called from another thread while `sample` runs: it waits for the step that is being computed, and the
+        requests in flight go on under the new weights, as `config.in_flight` says. KV of the old weights is dropped.
+        """
+        from tasks.rollout import weights
+
+        with self._stepping:
+            if isinstance(update, adapter.AdapterUpdate):
+                self.version = None  # should vLLM fail, it holds neither adapter
+                self._llm.collective_rpc(adapter.load, args=(update.tensors, update.config))
+                self._lora_request = adapter.request()
+            elif self._sink:
+                self._sink.commit(update, version)
+            else:
+                weights.load_all_or_nothing(self._llm.collective_rpc, update.loaded or [])
+            self.version = version
+            recompute = self.config.in_flight == "recompute"
+            self._llm.reset_prefix_cache(reset_running_requests=recompute)
+
+    def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
+        """Take over an adapter in place of the last one (see `prepare_adapter`)."""
+        self.commit(self.prepare_adapter(tensors, config), version)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
@@ -351,6 +348,22 @@ class RolloutEngine:
                 }
             )
         return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
+
+
+def _sink(worker: Any, shapes: dict[str, tuple[int, ...]]) -> "ModelSink | None":
+    """Inside a vLLM worker: its model as a sink; None when only vLLM's loader knows where its tensors lie."""
+    from tasks.rollout.sink import ModelSink
+
+    sink = ModelSink(worker, shapes)
+    return sink if sink.slots else None
+
+
+def _locked(lock: threading.Lock, step: Callable[[], Any]) -> Callable[[], Any]:
+    def locked() -> Any:
+        with lock:
+            return step()
+
+    return locked
 
 
 def sample_seed(seed: int, prompt_id: str, sample: int) -> int:

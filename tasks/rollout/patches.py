@@ -108,6 +108,8 @@ class Update:
     patches: list[Patch]
     wider: dict[str, torch.Tensor]
     """Policy tensors that the engine's dtype cannot hold: kept beside it, or what is relative to them has no base."""
+    loaded: list[tuple[str, torch.Tensor]] | None = None
+    """All tensors, for vLLM's loader, where there are no slots."""
 
     @classmethod
     def full(cls, slots: dict[str, Slot], tensors: Iterable[tuple[str, torch.Tensor]]) -> "Update":
@@ -144,15 +146,15 @@ class Update:
 
 
 def words_of(slot: Slot, wider: torch.Tensor | None, dtype: torch.dtype) -> "np.ndarray | None":
-    """A tensor's bits as a policy has it in `dtype`; None when the engine's memory does not tell them."""
+    """A copy of a tensor's bits as a policy has it in `dtype`; None when the engine's memory does not tell them."""
     if wider is not None:
-        return words(wider) if wider.dtype == dtype else None
+        return words(wider).copy() if wider.dtype == dtype else None
     if not _is_exact(slot, dtype):
         return None
     held = slot.read()
-    if held.dtype == torch.float32 and dtype == torch.bfloat16:  # a cast would rewrite NaNs
-        return (words(held) >> 16).astype(np.uint16)
-    return words(held.to(dtype))
+    if held.dtype == torch.float32 and dtype == torch.bfloat16:  # its upper halves; a cast would rewrite NaNs
+        return np.ascontiguousarray(words(held).view(np.uint16)[1::2])
+    return words(held.to(dtype, copy=True))
 
 
 def _is_exact(slot: Slot, dtype: torch.dtype) -> bool:

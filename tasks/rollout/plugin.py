@@ -3,6 +3,7 @@
 
 def register() -> None:
     """Called by vLLM in each of its processes before a model is built. Safe to call more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
     from infra.models.beam import vllm_plugin
@@ -10,6 +11,8 @@ def register() -> None:
 
     vllm_plugin.register()
     weights.keep_explicit_lm_head()
+    if "policyflow" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("policyflow", "tasks.rollout.transfer", "StoreWeightTransferEngine")
     if current_platform.is_cpu():
         from tasks.rollout import cpu, lora_cpu
 

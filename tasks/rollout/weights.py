@@ -1,9 +1,9 @@
 """A policy's tensors, by their checkpoint names, into and out of a vLLM model in place.
 
-All but `checkpoint_shapes` and `collect` run inside each vLLM worker (`LLM.collective_rpc`).
+`load`, `export` and `find_slots` run inside each vLLM worker (`LLM.collective_rpc`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,9 +83,21 @@ def find_slots(worker: Any) -> dict[str, Slot]:
     return {} if config.quantization or config.use_mla else slots_of(worker.model_runner.model)
 
 
+def load_all_or_nothing(call: Callable[..., list[Any]], tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """`load` in every worker; when it fails in one, all get their old parameters back and its fault is raised.
+
+    `call(function, args=...)` runs a function in every worker (`LLM.collective_rpc`). The old parameters are kept on the
+    host meanwhile.
+    """
+    faults = call(_load_and_keep, args=(tensors,))
+    fault = next((fault for fault in faults if fault is not None), None)
+    call(_settle, args=(fault is not None,))
+    if fault is not None:
+        raise fault
+
+
 @torch.no_grad()
-def load_or_restore(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> Exception | None:
-    """`load`, keeping the old parameters on the host until `settle`; the fault, when there was one."""
+def _load_and_keep(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> Exception | None:
     model = worker.model_runner.model
     worker.policy_before = {name: p.data.to("cpu", copy=True) for name, p in model.named_parameters()}
     try:
@@ -96,8 +108,7 @@ def load_or_restore(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> Exc
 
 
 @torch.no_grad()
-def settle(worker: Any, restore: bool) -> None:
-    """After `load_or_restore` on every worker: forget the old parameters, or put them back, bit for bit."""
+def _settle(worker: Any, restore: bool) -> None:
     before = worker.__dict__.pop("policy_before")
     if restore:
         for name, parameter in worker.model_runner.model.named_parameters():

@@ -22,6 +22,8 @@ from infra.store import Store
 from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
 from tests.models import write_tiny_llama
 
+pytestmark = pytest.mark.timeout(900)  # the first test that needs a trained run waits for it
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
@@ -53,6 +55,7 @@ def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(
     assert set(found) == {
         "prepare/addition", "train/smollm2-cpu", "evaluate/smollm2-cpu", "publish/smollm2-cpu",
         "train/smollm2-gpu", "evaluate/smollm2-gpu", "publish/smollm2-gpu",
+        "train/beam-tiny-cpu", "evaluate/beam-tiny-cpu", "publish/beam-tiny-cpu",
     }  # fmt: skip
     train = found["train/smollm2-cpu"]
     assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
@@ -115,7 +118,7 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
 
     small.until("a step is committed", a_step_is_committed, 240)
     kill_flow(run)
-    return small.wait(run, 300), ArtifactRef.model_validate(event["payload"]["dataset"])
+    return small.wait(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
 
 
 def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Service, trained: tuple):

@@ -6,11 +6,14 @@ import signal
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infra.artifacts import open_artifact
+from infra.run import Run
+from infra.s3_server import S3Server
 from infra.store import Store
 from tests.integration.pipeline import Pipeline, engine_pids
 from tests.models import write_tiny_llama
@@ -135,6 +138,10 @@ def test_more_steps_continue_a_finished_run_and_nothing_is_done_twice(pipeline: 
     [
         (["model=no/such/folder"], "neither a folder nor a model of the catalog"),
         (["update.learning_rate=1"], "update.learning_rate: unknown setting"),
+        # The dataset's own task finds this one, and must not try it again.
+        (["dataset.source=files", "dataset.path=/no/such/problems.jsonl"], "/no/such/problems.jsonl"),
+        (["reward.weights.style=2"], "reward.weights: the environment's reward has no part 'style'"),
+        (["resources.slots=nobody-made-it"], "no global concurrency limit 'nobody-made-it'"),
     ],
 )
 def test_bad_input_ends_with_one_error_before_an_engine_starts(pipeline: Pipeline, overrides: list[str], message: str):
@@ -144,6 +151,16 @@ def test_bad_input_ends_with_one_error_before_an_engine_starts(pipeline: Pipelin
     assert message in errors[0]
     assert "Traceback" not in output
     assert "engines:" not in output
+
+
+def test_a_whole_run_on_s3_ends_in_the_same_policy(pipeline: Pipeline, undisturbed: dict, s3_server: S3Server):
+    s3_server.create_bucket("runs")
+    remote = replace(pipeline, store="s3://runs/store", environment=s3_server.environment)
+    remote.train("remote", FAST)
+    report = Run(store="s3://runs/store", name="remote").read_json("report.json")
+    assert report is not None
+    assert report["policy_digest"] == undisturbed["policy_digest"]
+    assert Store.at("s3://runs/store").keys("runs/remote/checkpoints")
 
 
 def test_prefect_shows_one_task_run_a_stage_and_step_and_a_page_a_step(pipeline: Pipeline, undisturbed: dict):

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from infra import policy
-from infra.artifacts import ArtifactRef
-from infra.records import SCORED
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.records import DEMONSTRATION, SCORED
 from infra.run import Run
 from tasks.update.resident import ResidentTrainer, follow, update
 from tests.models import write_tiny_llama
@@ -117,3 +117,24 @@ def test_a_step_that_was_applied_but_not_committed_starts_from_its_parent_again(
     trainer.apply(other.batches[0])  # the process of the commit failed here
     other.step(trainer, other.base, 0)
     assert digest(trainer) == expected
+
+
+def test_a_lost_trainer_goes_through_the_warm_start_again_bit_for_bit(tmp_path: Path, model: Path):
+    steps = Steps(tmp_path, model)
+    rows = [{"prompt_id": str(n), "messages": "", "text": f"{n} and", "solution": f" {n + 1}"} for n in range(5)]
+    settings = {"steps": 4, "samples_per_step": 3, "lr": 1e-2}
+    with steps.run.stage("demonstrations", 0, []).write("demonstrations", metadata={"settings": settings}) as writer:
+        writer.table("demonstrations", pa.Table.from_pylist(rows, schema=DEMONSTRATION))
+    trainer = steps.trainer()
+    follow(trainer, steps.base)
+    before = digest(trainer)
+    stage = steps.run.stage("warm-start", 0, [steps.base, writer.ref])
+    warm = update(trainer, stage, writer.ref, checkpoint=False)
+    assert digest(trainer) != before
+    metrics = open_artifact(warm).metadata["metrics"]
+    assert metrics["loss_last"] < metrics["loss_first"] and metrics["steps"] == 4
+    head = steps.step(trainer, warm, 0)
+
+    rebuilt = steps.trainer()
+    follow(rebuilt, head)
+    assert digest(rebuilt) == digest(trainer)

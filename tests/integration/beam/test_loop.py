@@ -13,11 +13,11 @@ import torch
 
 from infra import policy, records
 from infra.artifacts import ArtifactRef
+from infra.follow import follow
 from infra.models.beam.checkpoint import is_router
 from infra.store import Store
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tasks.sync.apply import follow
 from tests.bench import bench_replay
 
 STEPS = 3

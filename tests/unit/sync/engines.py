@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from infra.codec.frame import Changes
+from infra.follow import Prefetch
 from infra.mirror import Mirror
 from tasks.rollout import patches, weights
 from tasks.rollout.slots import Slot
@@ -27,22 +28,23 @@ class TensorEngine:
 
     def __init__(self, like: dict[str, torch.Tensor], dtype: torch.dtype | None = None):
         self.version: str | None = None
+        self.prefetched: Prefetch | None = None
         self.memory = {name: torch.zeros_like(tensor, dtype=dtype or tensor.dtype) for name, tensor in like.items()}
         self.slots = {name: Slot(tensor.view(-1), tensor.shape) for name, tensor in self.memory.items()}
         self.wider: dict[str, torch.Tensor] = {}
         self.whole = 0
         """How often all tensors came, and not the changes."""
 
-    def apply(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.memory.items()}
-        self.whole += 1
-        self.commit(patches.Update.full(self.slots, weights.collect(tensors, shapes)), version)
-
     def words(self, name: str, dtype: torch.dtype) -> Any:
         return patches.words_of(self.slots[name], self.wider.get(name), dtype)
 
     def prepare(self, changes: Iterable[tuple[str, torch.dtype, Changes]]) -> patches.Update:
         return patches.Update.sparse(self.slots, self.wider, changes)
+
+    def prepare_whole(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> patches.Update:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.memory.items()}
+        self.whole += 1
+        return patches.Update.full(self.slots, weights.collect(tensors, shapes))
 
     def commit(self, update: patches.Update, version: str) -> None:
         patches.write(update.patches)

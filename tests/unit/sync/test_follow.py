@@ -7,8 +7,8 @@ import torch
 
 from infra import policy
 from infra.artifacts import ArtifactRef
+from infra.follow import follow, prefetch
 from infra.run import Run
-from tasks.sync.apply import follow
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
 from tests.unit.sync.engines import TensorEngine, TensorTrainer
@@ -128,3 +128,27 @@ def test_a_version_is_published_once(chain: Chain) -> None:
     chain.publish(2)
     stage = chain.run.stage("policy", 1, [])
     assert publish(chain.trainer, stage, CONFIG, chain.refs[0]) == chain.refs[1]
+
+
+def test_an_update_is_prepared_while_the_engine_works(chain: Chain) -> None:
+    engine = TensorEngine(tensors(), torch.float32)
+    follow(engine, chain.publish())
+    prefetch(engine, chain.publish())
+    assert engine.prefetched is not None
+    engine.prefetched.wait()
+    assert engine.version == held(engine, tensors()) == chain.digests[0], "nothing has changed yet"
+    follow(engine, chain.refs[1])
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[1]
+
+
+def test_what_was_prepared_for_another_version_is_not_used(chain: Chain) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish())
+    chain.publish(2)
+    prefetch(engine, chain.refs[1])
+    follow(engine, chain.refs[2])
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[2]
+    prefetch(engine, chain.refs[1])
+    prefetch(engine, chain.refs[2])
+    follow(engine, chain.refs[2])
+    assert engine.version == chain.digests[2]

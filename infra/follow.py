@@ -1,0 +1,178 @@
+"""Engine side, inside its process: bring an engine to a policy version, from the store, in place.
+
+An engine goes from version to version by what changed, where the store has that and it is less than the whole. Reading,
+decoding and verifying go on beside its work; it pauses only while elements are written (`PolicySink.commit`).
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from infra import policy
+from infra.artifacts import ArtifactRef
+from infra.errors import Corrupted
+
+if TYPE_CHECKING:
+    import torch
+    from numpy import ndarray
+
+    from infra.codec.frame import Changes
+
+_log = logging.getLogger(__name__)
+_HASHERS = 2
+
+
+class PolicySink(Protocol):
+    """What an engine must do to take over policies. `prepare*` change nothing, and run beside the engine's work."""
+
+    version: str | None
+    """Policy digest of what it holds; None when that is not known."""
+    prefetched: "Prefetch | None"
+    """What is being prepared, None at first."""
+
+    def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
+        """A copy of a tensor's bits (infra/codec/layout.py), of the policy's dtype; None if it cannot tell."""
+        ...
+
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> Any:
+        """What `commit` will write to change single elements."""
+        ...
+
+    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> Any:
+        """What `commit` will write to hold these tensors, which are all."""
+        ...
+
+    def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> Any:
+        """What `commit` will write to serve an adapter in place of the last one."""
+        ...
+
+    def commit(self, update: Any, version: str) -> None:
+        """Pause, write in place, resume; or keep the old weights and raise."""
+        ...
+
+
+class Prefetch:
+    """The first update on the way to a version, prepared in a thread while the engine works."""
+
+    def __init__(self, engine: PolicySink, ref: ArtifactRef):
+        self.ref, self.version = ref, engine.version
+        self._updates = updates(engine, ref)
+        self._first: tuple[Any, str] | None = None
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._first = next(self._updates, None)
+        except Exception as fault:
+            self._fault = fault
+
+    def wait(self) -> None:
+        """Return when nothing is read from the engine any more."""
+        self._thread.join()
+
+    def updates(self) -> Iterator[tuple[Any, str]]:
+        """As `updates`, with what is ready; raises what the thread met."""
+        self.wait()
+        if self._fault is not None:
+            raise self._fault
+        if self._first is not None:
+            yield self._first
+            yield from self._updates
+
+
+def prefetch(engine: PolicySink, ref: ArtifactRef) -> None:
+    """Begin to prepare the way to `ref` and return at once; `follow` will take what is ready."""
+    _discard(engine)
+    engine.prefetched = Prefetch(engine, ref)
+
+
+def follow(engine: PolicySink, ref: ArtifactRef) -> None:
+    """Bring the engine to the policy version `ref`; a no-op when it is there.
+
+    Every version on the way is verified by the digests of all changed tensors before the engine pauses for it. When this
+    raises, the engine holds the last version that it came to, whole.
+    """
+    ready = engine.prefetched
+    if ready is not None and (ready.ref, ready.version) == (ref, engine.version):
+        engine.prefetched, way = None, ready.updates()
+    else:
+        _discard(engine)
+        way = updates(engine, ref)
+    for update, version in way:
+        engine.commit(update, version)
+
+
+def _discard(engine: PolicySink) -> None:
+    """What is still reading the engine's weights must have ended before they change."""
+    if engine.prefetched is not None:
+        engine.prefetched.wait()
+        engine.prefetched = None
+
+
+class _CannotTell(Exception):
+    """The engine does not tell its own weights, so changes relative to them cannot be decoded."""
+
+
+def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
+    """Prepared updates and the digests of the versions that they lead to; each must be committed before the next.
+
+    Should the engine not hold what it is taken to hold, or not tell, it gets the whole version.
+    """
+    newest = policy.describe(ref)
+    if newest.adapter_config is not None:
+        if engine.version != newest.policy_digest:
+            yield engine.prepare_adapter(dict(policy.read(ref)), newest.adapter_config), newest.policy_digest
+        return
+    path = policy.chain(ref, engine.version)
+    if path and path[0][1].is_delta and path[0][1].base == engine.version:
+        try:
+            for at, what in path:
+                yield engine.prepare(decode(engine, at, what)), what.policy_digest
+            return
+        except _CannotTell:
+            pass
+        except Corrupted as fault:
+            _log.warning("the engine gets %s whole: %s", ref.uri, fault)
+    if path:
+        yield engine.prepare_whole(policy.read(ref)), path[-1][1].policy_digest
+
+
+def decode(
+    engine: PolicySink, ref: ArtifactRef, what: policy.PolicyVersion
+) -> "Iterator[tuple[str, torch.dtype, Changes]]":
+    """(name, dtype, what changes) of a delta to the engine's version, each tensor's result verified by its digest.
+
+    Hashing goes on in threads; nothing is yielded of a version before all of it has been verified. One frame's tensors
+    and a few that are being hashed are held.
+    """
+    olds: dict[str, ndarray] = {}
+
+    def words(name: str) -> "ndarray":
+        found = engine.words(name, policy.dtype_of(what.tensors[name]))
+        if found is None:
+            raise _CannotTell(name)
+        olds[name] = found
+        return found
+
+    checks: list[Future[None]] = []
+    decoded: list[tuple[str, torch.dtype, Changes]] = []
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="verify") as pool:
+        for name, changes in policy.changes(ref, what, words):
+            info = what.tensors[name]
+            while len(checks) >= 2 * _HASHERS:  # bounds the tensors that are held
+                checks.pop(0).result()
+            checks.append(pool.submit(_verify, name, olds.pop(name), changes, info, ref))
+            decoded.append((name, policy.dtype_of(info), changes))
+        for check in checks:
+            check.result()
+    yield from decoded
+
+
+def _verify(name: str, old: "ndarray", changes: "Changes", info: policy.TensorInfo, ref: ArtifactRef) -> None:
+    old[changes.positions] = changes.values  # a copy, and not needed any more
+    if policy.digest_of(memoryview(old).cast("B")) != info.digest:
+        raise Corrupted(f"tensor {name!r} of {ref.uri}, made of the engine's own, is not the one that was published")

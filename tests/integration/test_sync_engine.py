@@ -1,0 +1,195 @@
+"""Weight sync into real vLLM, dense and with experts: by what changed, in place, and the same as freshly loaded."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra import policy, records
+from infra.artifacts import ArtifactRef
+from infra.follow import follow, prefetch
+from infra.run import Run
+from tasks.rollout.config import RolloutConfig
+from tasks.rollout.engine import RolloutEngine
+from tasks.rollout.patches import Patch
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
+from tests.integration import tiny_models
+from tests.unit.sync.engines import TensorTrainer
+
+TRANSFER = {"weight_transfer_config": {"backend": "policyflow"}}
+SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, engine=TRANSFER)
+PROBE = [[5, 9, 200, 33, 17] * 9, [7, 8], [3]]
+PROMPTS = pa.Table.from_pylist(
+    [
+        {
+            "prompt_id": f"p{i}", "environment": "test", "messages": "", "text": text, "answer": "", "metadata": "",
+        }
+        for i, text in enumerate(["What is 3 + 4?", "Hello", "How many legs has a spider? Tell me, at length."])
+    ],
+    schema=records.PROMPT,
+)  # fmt: skip
+
+
+class Versions:
+    """Versions 0 to 4 of a model with small steps between them, bf16 but for the routers, and an engine at version 0."""
+
+    def __init__(self, make: Callable[[Path, int], Path], root: Path):
+        self.folder = make(root / "model", 0)
+        tensors = {
+            name: tensor if name.endswith("mlp.gate.weight") else tensor.bfloat16()
+            for name, tensor in load_file(self.folder / "model.safetensors").items()
+        }
+        save_file(tensors, self.folder / "model.safetensors", {"format": "pt"})
+        trainer, run = TensorTrainer(tensors), Run(store=f"file://{root}/store", name="r")
+        self.refs: list[ArtifactRef] = []
+        for number in range(5):
+            if number:
+                generator = torch.Generator().manual_seed(number)
+                for tensor in tensors.values():
+                    tensor.copy_(tensor.float() + 1e-3 * torch.randn(tensor.shape, generator=generator))
+            stage, parent = run.stage("policy", number, []), self.refs[-1] if self.refs else None
+            self.refs.append(publish(trainer, stage, SyncConfig(anchor_every=10), parent))
+        self.last = shutil.copytree(self.folder, root / "last")
+        save_file(tensors, self.last / "model.safetensors", {"format": "pt"})
+        self.engine = RolloutEngine(str(self.folder), SETTINGS)
+        self.fresh = RolloutEngine(str(self.last), SETTINGS)
+
+
+@pytest.fixture(scope="module", params=[tiny_models.dense, tiny_models.experts], ids=["dense", "experts"])
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
+    made = Versions(request.param, tmp_path_factory.mktemp("model"))
+    yield made
+    made.fresh.close()
+    made.engine.close()
+
+
+@pytest.fixture
+def engine(versions: Versions) -> RolloutEngine:
+    """The engine at version 0."""
+    follow(versions.engine, versions.refs[0])
+    return versions.engine
+
+
+def sampled(engine: RolloutEngine) -> pa.Table:
+    return engine.sample(PROMPTS, seed=1)[0].drop_columns("policy_version")
+
+
+def test_deltas_lead_to_what_a_fresh_engine_loads_bit_for_bit(versions: Versions, engine: RolloutEngine) -> None:
+    before = sampled(engine)
+    with mock.patch.object(engine, "prepare_whole", side_effect=AssertionError("only changes may come")):
+        for ref in versions.refs[1:]:
+            follow(engine, ref)
+    assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
+    assert sampled(engine).equals(sampled(versions.fresh)) and not before.equals(sampled(engine))
+    what = policy.describe(versions.refs[-1])
+    held = engine.digests({name: policy.dtype_of(info) for name, info in what.tensors.items()})
+    assert held == {name: info.digest for name, info in what.tensors.items()}
+
+
+def test_bytes_that_change_are_those_that_are_written(versions: Versions, engine: RolloutEngine) -> None:
+    written: list[int] = []
+    commit = engine.commit
+
+    def counting(update: Any, version: str) -> None:
+        written.append(sum(patch.new.numel() for patch in update.patches))
+        commit(update, version)
+
+    with mock.patch.object(engine, "commit", counting):
+        follow(engine, versions.refs[1])
+    old, new = (dict(policy.read(ref)) for ref in versions.refs[:2])
+    assert written == [sum(int((old[name] != new[name]).sum()) for name in old)]
+
+
+@pytest.mark.parametrize("at", [0, 7, 20])
+def test_an_apply_that_breaks_off_leaves_the_old_version(versions: Versions, engine: RolloutEngine, at: int) -> None:
+    before, left, write = sampled(engine), [at], Patch.write
+
+    def breaking(self: Patch, values: torch.Tensor) -> None:
+        left[0] -= 1
+        write(self, values)
+        if left[0] == -1:
+            raise RuntimeError("in the middle of an apply")
+
+    with mock.patch.object(Patch, "write", breaking), pytest.raises(RuntimeError, match="in the middle"):
+        follow(engine, versions.refs[1])
+    assert engine.version == policy.describe(versions.refs[0]).policy_digest
+    assert sampled(engine).equals(before)
+    follow(engine, versions.refs[4])
+    assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
+
+
+def test_vllm_s_loader_that_breaks_off_leaves_the_old_version(versions: Versions, engine: RolloutEngine) -> None:
+    """The way of models that have no slots: quantized ones, or over several workers."""
+    before, version = sampled(engine), engine.version
+    model: Any = engine._llm.collective_rpc(lambda worker: worker.model_runner.model)[0]
+    load = type(model).load_weights
+
+    def breaking(self: Any, tensors: Any) -> None:
+        load(self, list(tensors)[:-3])
+        raise RuntimeError("in the middle of loading")
+
+    with mock.patch.object(engine, "_sink", None):
+        with mock.patch.object(type(model), "load_weights", breaking), pytest.raises(RuntimeError, match="middle"):
+            follow(engine, versions.refs[4])
+        assert engine.version == version and sampled(engine).equals(before)
+        follow(engine, versions.refs[4])
+        assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_requests_in_flight_go_on_under_the_new_weights(
+    versions: Versions, engine: RolloutEngine, in_flight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prepared in a thread while sampling, committed between two steps of it."""
+    monkeypatch.setattr(engine, "config", SETTINGS.model_copy(update={"in_flight": in_flight}))
+    steps, step, started = [0], engine._llm.llm_engine.step, threading.Event()
+
+    def counting() -> Any:
+        outputs = step()
+        steps[0] += 1
+        if steps[0] == 8:
+            started.set()
+            swapped.wait(60)
+        return outputs
+
+    swapped, tables = threading.Event(), []
+    monkeypatch.setattr(engine._llm.llm_engine, "step", counting)
+    thread = threading.Thread(target=lambda: tables.append(engine.sample(PROMPTS, seed=1, temperature=0)[0]))
+    prefetch(engine, versions.refs[4])
+    thread.start()
+    assert started.wait(60)
+    follow(engine, versions.refs[4])
+    swapped.set()
+    thread.join(60)
+    assert not thread.is_alive() and steps[0] > 20
+    for row in tables[0].to_pylist():
+        ids, count = row["prompt_ids"] + row["response_ids"], len(row["response_ids"])
+        scored = versions.fresh.token_logprobs([ids])[0][-count:]
+        tail = [abs(a - b) for a, b in zip(row["logprobs"][10:], scored[10:], strict=True)]
+        if in_flight == "recompute":
+            assert max(tail) < 1e-4, "after the switch, everything is of the new weights"
+        else:
+            assert len(row["response_ids"]) == 40 or row["finish_reason"] == "stop"
+    assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE), "no KV of the old weights is left"
+
+
+def test_a_stock_vllm_takes_versions_through_its_weight_transfer(versions: Versions, engine: RolloutEngine) -> None:
+    llm, refs = engine._llm, [json.loads(ref.model_dump_json()) for ref in versions.refs]
+    llm.init_weight_transfer_engine({"init_info": {"prefetch": refs[0]}})
+    for ref in (refs[0], refs[1], refs[4]):
+        llm.init_weight_transfer_engine({"init_info": {"prefetch": ref}})
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"ref": ref}})
+        llm.finish_weight_update(ref["digest"])
+    llm.reset_prefix_cache()
+    assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
+    engine._sink.version = engine.version = None  # the engine was passed by

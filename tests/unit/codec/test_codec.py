@@ -1,0 +1,157 @@
+"""The codec of weight changes: lossless for every dtype and every pattern of bits, small where updates are, fast."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.codec import frame, rans
+from infra.codec.layout import _LAYOUTS, layout_of, words
+from infra.errors import Corrupted
+
+DTYPES = sorted(_LAYOUTS, key=str)
+
+
+def bits(generator: np.random.Generator, dtype: torch.dtype, size: int) -> torch.Tensor:
+    """Any pattern of bits: NaNs, infinities, subnormals and both zeros among them."""
+    raw = generator.integers(0, 2 if dtype == torch.bool else 256, size * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype) if size else torch.empty(0, dtype=dtype)
+
+
+def coded(old: list[torch.Tensor], new: list[torch.Tensor]) -> bytes:
+    """The frame of a change, after checking that it gives `new` back, bit for bit, and touches nothing else."""
+    layout = layout_of(old[0].dtype)
+    olds, news = [words(t) for t in old], [words(t) for t in new]
+    data = frame.encode(olds, news, layout)
+    for before, after, found in zip(olds, news, frame.decode(data, olds, layout), strict=True):
+        assert np.array_equal(found.positions, np.flatnonzero(before != after))
+        assert np.array_equal(found.values, after[found.positions])
+    assert len(data) <= sum(w.nbytes for w in news) + 1
+    return data
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    share=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    far=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_change_of_every_dtype_comes_back_bit_for_bit(
+    dtype: torch.dtype, sizes: list[int], share: float, far: bool, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    old = [bits(generator, dtype, size) for size in sizes]
+    new = []
+    for tensor in old:
+        after = tensor.clone()
+        changed = generator.random(len(words(after))) < share
+        if far or dtype == torch.bool:
+            words(after)[changed] = words(bits(generator, dtype, tensor.numel()))[changed]
+        else:
+            words(after)[changed] += 1
+        new.append(after)
+    coded(old, new)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_special_values_go_to_each_other(dtype: torch.dtype) -> None:
+    if dtype.itemsize == 1:
+        special = torch.arange(256).to(torch.uint8).view(dtype)
+    else:
+        tiny = torch.finfo(dtype).smallest_normal
+        values = [
+            0.0,
+            -0.0,
+            float("inf"),
+            -float("inf"),
+            float("nan"),
+            -float("nan"),
+            tiny,
+            tiny / 2,
+            -tiny / 4,
+            1.0,
+            -1.0,
+        ]
+        special = torch.tensor([*values, torch.finfo(dtype).max], dtype=dtype)
+    for shift in range(len(special)):
+        coded([special], [special.roll(shift)])
+
+
+def test_the_step_from_negative_to_positive_zero_is_a_small_one() -> None:
+    old = torch.zeros(100_000).bfloat16()
+    new = old.clone()
+    new[::100] = -0.0
+    assert len(coded([old], [new])) < 700
+
+
+def adamw(old: torch.Tensor, lr: float, seed: int) -> torch.Tensor:
+    """One step as AdamW makes it, of fp32 weights that lie anywhere in their bf16 value's interval."""
+    generator = torch.Generator().manual_seed(seed)
+    ulp = 2.0 ** (torch.frexp(old.float())[1] - 8)
+    master = old.float() + ulp * (torch.rand(old.shape, generator=generator) - 0.5)
+    return (master + lr * torch.randn(old.shape, generator=generator)).bfloat16()
+
+
+def test_an_adamw_step_is_near_its_entropy_and_far_below_xor_and_zstd() -> None:
+    import zstandard
+
+    old = torch.randn(2**21, generator=torch.Generator().manual_seed(0)).mul(0.04).bfloat16()
+    new = adamw(old, 1e-6, 1)
+    data = coded([old], [new])
+    xor = len(zstandard.ZstdCompressor(level=1).compress((words(old) ^ words(new)).tobytes()))
+    assert xor > 1.8 * len(data)
+
+
+def test_what_is_random_costs_no_more_than_itself() -> None:
+    generator = np.random.default_rng(0)
+    old, new = bits(generator, torch.bfloat16, 100_000), bits(generator, torch.bfloat16, 100_000)
+    assert len(coded([old], [new])) == 200_001
+
+
+def test_tensors_bigger_than_a_segment_and_many_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "SEGMENT", 100)
+    generator = torch.Generator().manual_seed(0)
+    old = [torch.randn(size, generator=generator).bfloat16() for size in (250, 1, 0, 30, 30, 30, 400, 99, 100, 101)]
+    coded(old, [adamw(tensor, 1e-2, 1) for tensor in old])
+
+
+def test_a_damaged_frame_or_another_parent_is_found_or_harmless() -> None:
+    """Digests are what proves content; a wrong frame must only never crash, hang, or write beyond the tensors."""
+    old = torch.randn(3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layout, olds = layout_of(torch.bfloat16), [words(old)]
+    data = frame.encode(olds, [words(adamw(old, 1e-2, 1))], layout)
+    generator = np.random.default_rng(0)
+    for place in generator.integers(0, len(data), 200):
+        wrong = bytearray(data)
+        wrong[place] ^= 1 << generator.integers(0, 8)
+        try:
+            found = frame.decode(wrong, olds, layout)[0]
+        except Corrupted:
+            continue
+        assert (found.positions >= 0).all() and (found.positions < 3000).all()
+    with pytest.raises(Corrupted):
+        frame.decode(data[: len(data) // 2], olds, layout)
+    with pytest.raises(Corrupted):
+        frame.decode(data, [words(old)[:100]], layout)
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(1, 256))
+@settings(max_examples=60, deadline=None)
+def test_tokens_of_any_distribution_come_back(values: list[int], alphabet: int) -> None:
+    tokens = np.array(values, np.uint8) % alphabet
+    table = rans.table(tokens.astype(np.uint8))
+    assert table.sum() == 4096
+    stream = rans.encode(tokens.astype(np.uint8), table)
+    assert np.array_equal(rans.decode(memoryview(stream), table, len(tokens)), tokens)
+
+
+def test_the_entropy_coder_is_within_a_hundredth_of_the_entropy() -> None:
+    shares = np.array([0.97, 0.01, 0.01, 0.005, 0.005])
+    tokens = np.random.default_rng(0).choice(5, 200_000, p=shares).astype(np.uint8)
+    entropy = -(shares * np.log2(shares)).sum() / 8 * len(tokens)
+    assert len(rans.encode(tokens, rans.table(tokens))) < 1.01 * entropy

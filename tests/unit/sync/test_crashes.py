@@ -1,0 +1,217 @@
+"""Whatever dies, and wherever: an engine holds a committed version, and after a retry the trainer's, bit for bit.
+
+Random chains of versions, of random dtypes and sizes of steps, go from a trainer to two engines through a store whose
+process dies between any two writes or loses a reply, and through applies that break off.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infra import policy
+from infra.artifacts import ArtifactRef
+from infra.codec.layout import words
+from infra.follow import follow
+from infra.run import Head, Run
+from infra.store import Store
+from tasks.rollout.patches import Patch
+from tasks.sync import retention
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
+from tests.unit.sync.engines import TensorEngine, TensorTrainer
+from tests.unit.sync.faults import Died, DyingFiles
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class BrokenOff(RuntimeError):
+    """What a kernel might raise in the middle of an apply."""
+
+
+class World:
+    """A run's trainer, store and engines, driven as the train flow drives them."""
+
+    def __init__(self, folder: str, dtypes: list[torch.dtype], config: SyncConfig, wide: bool, seed: int):
+        self.files = DyingFiles()
+        self.run = Run(store=f"file://{folder}/store", name="r")
+        self.config, self.generator = config, np.random.default_rng(seed)
+        tensors = {f"t{i}": self.any_bits(dtype, (3 + 7 * i, 11)) for i, dtype in enumerate(dtypes)}
+        self.trainer = TensorTrainer(tensors)
+        # An engine in float32 holds bf16 exactly, NaNs included; float16 and fp8 may change a NaN's payload.
+        widened = torch.float32 if wide and set(dtypes) <= {torch.bfloat16, torch.float32} else None
+        self.make_engine: Callable[[], TensorEngine] = lambda: TensorEngine(tensors, widened)
+        self.engines = [self.make_engine(), self.make_engine()]
+        self.expected: dict[str, dict[str, torch.Tensor]] = {}
+        self.head: Head | None = None
+
+    def any_bits(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        raw = self.generator.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+
+    def train(self, share: float) -> None:
+        """Some elements go some ulps further, a few anywhere."""
+        for tensor in self.trainer.tensors.values():
+            flat = words(tensor)
+            moved = self.generator.random(len(flat)) < share
+            flat[moved] += self.generator.integers(0, 3, int(moved.sum())).astype(flat.dtype)
+            jumped = self.generator.random(len(flat)) < share / 10
+            flat[jumped] = words(self.any_bits(tensor.dtype, (len(flat),)))[jumped]
+
+    def sync(self) -> None:
+        """Publish the trainer's policy, have every engine follow, move the head, collect."""
+        number = self.head.step + 1 if self.head else 0
+        parent = self.head.policy if self.head else None
+        ref = publish(self.trainer, self.run.stage("policy", number, []), self.config, parent)
+        for engine in self.engines:
+            follow(engine, ref)
+        self.head = self.run.advance(self.head, Head(step=number, update=ref, policy=ref))
+        retention.drop_old_versions(self.run, ref, self.config.keep_versions)
+
+    def remember(self) -> None:
+        digest = policy.digest_tensors(self.trainer.export())
+        self.expected[digest] = {name: tensor.clone() for name, tensor in self.trainer.tensors.items()}
+
+    def check_engines(self) -> None:
+        """Each holds the committed version that it says it holds, every bit of it."""
+        for engine in self.engines:
+            if engine.version is None:
+                assert all(not words(tensor).any() for tensor in engine.memory.values()), "untouched"
+                continue
+            for name, tensor in self.expected[engine.version].items():
+                held = engine.words(name, tensor.dtype)
+                assert held is not None and np.array_equal(held, words(tensor)), name
+
+    def check_store(self) -> None:
+        """The head can be read by an engine that has just started, and is what was trained."""
+        self.files.revive()
+        head = self.run.head()
+        if head is None:
+            return
+        fresh = self.make_engine()
+        follow(fresh, head.policy)
+        for name, tensor in self.expected[policy.describe(head.policy).policy_digest].items():
+            held = fresh.words(name, tensor.dtype)
+            assert held is not None and np.array_equal(held, words(tensor)), name
+
+    def stage_refs(self) -> list[ArtifactRef]:
+        found = [self.run.stage("policy", number, []).committed() for number in range(len(self.expected))]
+        return [ref for ref in found if ref]
+
+
+FAULTS = st.one_of(
+    st.none(),
+    st.tuples(st.just("store"), st.integers(0, 14), st.booleans()),
+    st.tuples(st.just("apply"), st.integers(0, 9), st.booleans()),
+)
+STEPS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.02, 0.3, 1.0]), FAULTS, st.sampled_from(["keep", "trainer", "engine", "both"])),
+    min_size=1, max_size=7,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
+    anchor_every=st.integers(1, 4),
+    keep_versions=st.integers(1, 3),
+    form=st.sampled_from(["auto", "auto", "full"]),
+    wide=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+    steps=STEPS,
+)
+def test_engines_hold_committed_versions_only_and_in_the_end_the_trainers(
+    dtypes: list[torch.dtype], anchor_every: int, keep_versions: int, form: Any, wide: bool, seed: int, steps: list[Any]
+) -> None:
+    config = SyncConfig(anchor_every=anchor_every, keep_versions=keep_versions, form=form)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(folder, dtypes, config, wide, seed)
+        with mock.patch.object(Store, "backend", property(lambda _: world.files)):
+            for share, fault, lost in steps:
+                world.train(share)
+                world.remember()
+                if fault is not None:
+                    broken(world, fault)
+                    world.check_engines()
+                    world.check_store()
+                    lose(world, lost)
+                    world.head = world.run.head()
+                    if (
+                        world.head
+                        and policy.describe(world.head.policy).policy_digest
+                        == policy.digest_tensors(world.trainer.export())
+                        and world.head.step == len(world.expected) - 1
+                    ):
+                        continue  # the step was committed; only its last reply was lost
+                world.sync()
+                world.check_engines()
+                now = policy.digest_tensors(world.trainer.export())
+                assert [engine.version for engine in world.engines] == [now, now]
+            world.check_store()
+
+
+def broken(world: World, fault: tuple[str, int, bool]) -> None:
+    kind, at, flag = fault
+    if kind == "store":
+        world.files.revive(at, replies=flag)
+        with suppress(Died):
+            world.sync()
+        world.files.revive()
+        return
+    left = [at]
+    write = Patch.write
+
+    def breaking(self: Patch, values: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            if flag:
+                write(self, values)
+            raise BrokenOff("in the middle of an apply")
+        write(self, values)
+
+    with mock.patch.object(Patch, "write", breaking), suppress(BrokenOff):
+        world.sync()
+
+
+def lose(world: World, lost: str) -> None:
+    """A process that dies forgets what it holds."""
+    if lost in ("trainer", "both"):
+        world.trainer.published = None
+    if lost in ("engine", "both"):
+        world.engines[1] = world.make_engine()
+
+
+def test_every_place_to_die_in_one_step(tmp_path: Any) -> None:
+    """Not by chance: each write of a step with a new anchor and a collection, died before and after."""
+    config = SyncConfig(anchor_every=2, keep_versions=1)
+    for replies in (True, False):
+        for at in range(40):
+            world = World(f"{tmp_path}/{replies}{at}", [torch.bfloat16, torch.float32], config, False, at)
+            with mock.patch.object(Store, "backend", property(lambda _, world=world: world.files)):
+                for _ in range(4):
+                    world.remember()
+                    world.sync()
+                    world.train(0.1)
+                world.remember()
+                world.files.revive(at, replies)
+                try:
+                    world.sync()
+                    died = False
+                except Died:
+                    died = True
+                world.check_engines()
+                world.check_store()
+                if not died:
+                    break
+                world.head = world.run.head()
+                if world.head and world.head.step < 4:
+                    world.sync()
+                world.check_engines()
+                world.check_store()
+        assert at > 5, "a step has several writes"
