@@ -14,7 +14,6 @@ from infra.adapters import LoraConfig
 from infra.errors import BadInput, Transient
 from infra.mxfp8 import Mxfp8Config
 from tasks.update.config import UpdateConfig
-from tasks.update.lora import PolicyAdapter
 from tasks.update.optimizer import NonFiniteUpdate
 from tasks.update.trainer import Trainer
 
@@ -71,10 +70,9 @@ class TrainerGroup:
             self.close()
             raise
 
-    @property
-    def adapter(self) -> "PolicyAdapter | None":
-        """See `Trainer.adapter`."""
-        return self.trainer.adapter
+    def adapter_config(self) -> dict[str, Any] | None:
+        """See `Trainer.adapter_config`."""
+        return self.trainer.adapter_config()
 
     def update(self, batch: pa.Table) -> dict[str, float]:
         """See `Trainer.update`."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from infra.adapters import LoraConfig, peft_config
+from infra.adapters import LoraConfig
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.mxfp8 import Mxfp8Config
 from infra.run import Stage
@@ -68,8 +68,7 @@ class ResidentTrainer:
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
-        adapter = self.trainer.adapter
-        return None if adapter is None else peft_config(adapter.config, adapter.names, self._arguments[0])
+        return self.trainer.adapter_config()
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """The policy's logprob of each token but the first."""

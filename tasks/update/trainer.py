@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from infra.adapters import LoraConfig
+from infra.adapters import LoraConfig, peft_config
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
@@ -290,6 +290,11 @@ class Trainer:
         if self.adapter is not None:
             return iter(self.adapter.export().items())
         return quantize_tensors(self.model.export(), self._quantised)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
+        adapter = self.adapter
+        return None if adapter is None else peft_config(adapter.config, adapter.names, self.model.folder)
 
     def _forget_rounded(self) -> None:
         for weight in self._rounded:
