@@ -72,14 +72,16 @@ class PolicyVersion(Frozen):
     frames: list[Frame] | None = None
     """What changed since `parent`; tensors in none of them are the parent's. A full version may have them too."""
     tensors: dict[str, TensorInfo]
-    """By name, those of the Hugging Face checkpoint; of the adapter, for an adapter."""
+    """By name, those of the Hugging Face checkpoint; PEFT's, for an adapter."""
     policy_digest: str
     """`policy_digest(tensors)`."""
+    adapter_config: dict[str, Any] | None = None
+    """Of an adapter: PEFT's adapter_config.json."""
 
     @property
     def is_full(self) -> bool:
         """Whether every tensor can be read from this artifact alone."""
-        return self.form == "full"
+        return self.form != "delta"
 
     @property
     def is_delta(self) -> bool:
@@ -118,14 +120,14 @@ def write_full(
     provenance: Mapping[str, Any] | None = None,
     shard_bytes: int | None = None,
     mirror: "Mirror | None" = None,
-    form: Literal["full", "adapter"] = "full",
     parent: ArtifactRef | None = None,
+    adapter_config: dict[str, Any] | None = None,
 ) -> ArtifactRef:
     """Write every tensor (checkpoint names, each in its serving dtype) as the version `key`.
 
     `metadata` adds facts beside PolicyVersion's. Holds one shard at a time: see ArtifactWriter.tensors. `mirror`
-    becomes this version. `parent` (of digest `base`): the version before; for an adapter, whose tensors `tensors` then
-    are, the one that it goes with.
+    becomes this version. `parent` (of digest `base`): the version before. With `adapter_config` the tensors are an
+    adapter's (infra/adapters.py), that goes with the run's base model.
     """
     infos: dict[str, TensorInfo] = {}
 
@@ -148,8 +150,8 @@ def write_full(
             raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
         placed = {name: info.model_copy(update={"file": files[name]}) for name, info in infos.items()}
         what = PolicyVersion(
-            version=version, form=form, step=step, base=base, parent=parent, tensors=placed,
-            policy_digest=policy_digest(placed),
+            version=version, form="full" if adapter_config is None else "adapter", step=step, base=base, parent=parent,
+            tensors=placed, policy_digest=policy_digest(placed), adapter_config=adapter_config,
         )  # fmt: skip
         _say(writer, what)
     _settle(mirror, writer.ref, what)

@@ -23,12 +23,17 @@ class PolicySource(Protocol):
     """The version that was published last, kept here from one call to the next; None at first."""
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(Hugging Face name, tensor) of the policy."""
+        """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
+        ...
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
         ...
 
 
 def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: ArtifactRef | None) -> ArtifactRef:
     """Commit the trainer's policy as version `stage.step`: what changed since `parent`, or, without one, all of it.
+    An adapter is always all of it.
 
     Every `config.anchor_every`-th version holds all of it besides.
     """
@@ -41,10 +46,15 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
         "inputs": stage.inputs,
         "config_hash": stage.settings,
     }
-    if parent is None or config.form == "full":
+    adapter = trainer.adapter_config()
+    if parent is None or config.form == "full" or adapter is not None:
         base = policy.describe(parent).policy_digest if parent else None
-        ref = policy.write_full(store, stage.key, trainer.export(), base=base, parent=parent, **options)
-        if config.form != "full":  # the next version will need the codec: compile it while the engines sample
+        ref = policy.write_full(
+            store, stage.key, trainer.export(), base=base, parent=parent, adapter_config=adapter, **options
+        )
+        if (
+            config.form != "full" and adapter is None
+        ):  # the next version will need the codec: compile it while the engines sample
             threading.Thread(target=_warm_up, args=(ref,), name="codec", daemon=True).start()
         return ref
     mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
