@@ -28,6 +28,8 @@ class Trainer:
 
     step: int
     """Updates made, those without anything to train on included."""
+    broken = False
+    """Never: see `group.TrainerGroup`."""
 
     def __init__(self, model_dir: str, config: UpdateConfig, seed: int):
         """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
