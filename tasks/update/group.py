@@ -36,8 +36,10 @@ class TrainerGroup:
     """A `Trainer` a process, called in step. It looks like one `Trainer`.
 
     Followers get their own part of a batch and nothing else of it; weights and optimizer states stay where they are
-    but for checkpoints. A follower that fails or dies ends the group: Transient, and a new group has to be made.
+    but for checkpoints. A process that fails or dies ends the group: Transient, `broken`, and a new one has to be made.
     """
+
+    broken = False
 
     def __init__(
         self,
@@ -88,29 +90,36 @@ class TrainerGroup:
         return self._same("token_logprobs", sequences)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer.export`; to be read to its end, all processes take part in each tensor."""
+        """See `Trainer.export`; to be read to its end, as all processes take part in each tensor: else the group ends."""
         self._send("export_nothing", itertools.repeat([]))
-        yield from self.trainer.export()
+        complete = False
+        try:
+            yield from self.trainer.export()
+            complete = True
+        finally:
+            if not complete:
+                self.close()
         self._replies()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; the tensors of other processes have `rank<n>.` in front."""
         self._send("state", itertools.repeat([]))
         tensors, meta = self.trainer.state()
-        for rank, (theirs, _) in enumerate(self._replies(), 1):
-            tensors |= {f"rank{rank}.{name}": tensor for name, tensor in theirs.items()}
+        for rank, theirs in enumerate(self._replies(), 1):
+            tensors |= {f"rank{rank}.{name}": torch.from_numpy(array) for name, array in theirs.items()}
         return tensors, meta
 
     def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """See `Trainer.load_state`."""
         parts = [
-            [{n.removeprefix(f"rank{rank}."): t for n, t in tensors.items() if n.startswith(f"rank{rank}.")}, meta]
-            for rank in range(1, len(self._pipes) + 1)
+            [_arrays({n.removeprefix(at): t for n, t in tensors.items() if n.startswith(at)}), meta]
+            for at in (f"rank{rank}." for rank in range(1, len(self._pipes) + 1))
         ]
         self._together("load_state", parts, lambda: self.trainer.load_state(tensors, meta))
 
     def close(self) -> None:
         """End the other processes, and leave the process group."""
+        self.broken = True
         for process in self._processes:
             process.kill()
             process.join()
@@ -134,22 +143,33 @@ class TrainerGroup:
             self._replies()
             raise
         except Exception as error:
+            self.close()
             raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank 0 failed: {error}") from error
         self._replies()
         return result
 
     def _send(self, name: str, arguments: Any) -> None:
-        for pipe, theirs in zip(self._pipes, arguments, strict=False):
-            pipe.send((name, theirs))
+        for rank, (pipe, theirs) in enumerate(zip(self._pipes, arguments, strict=False), 1):
+            try:
+                pipe.send((name, theirs))
+            except OSError:
+                self.close()
+                raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank {rank} died") from None
 
     def _replies(self) -> list[Any]:
         replies = []
         for rank, pipe in enumerate(self._pipes, 1):
             try:
                 replies.append(pipe.recv())
-            except EOFError:
+            except (EOFError, OSError):
+                self.close()
                 raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank {rank} died") from None
         return replies
+
+
+def _arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """By value through a pipe: tensors would go by shared memory, of which containers have little."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
 def _join(store: Any, rank: int, world: int) -> None:
@@ -172,10 +192,14 @@ def _follow(pipe: Any, rank: int, world: int, port: int, policy: tuple) -> None:
         except EOFError:
             return
         try:
+            result: Any = None
             if name == "export_nothing":
-                result = None
                 for _ in trainer.export():
                     pass
+            elif name == "state":
+                result = _arrays(trainer.state()[0])
+            elif name == "load_state":
+                trainer.load_state({n: torch.from_numpy(array) for n, array in arguments[0].items()}, arguments[1])
             else:
                 result = getattr(trainer, name)(*arguments)
         except (BadInput, NonFiniteUpdate):  # rank 0 raises it too

@@ -129,6 +129,8 @@ class ResidentTrainer:
 
 def follow(trainer: ResidentTrainer, update: ArtifactRef) -> None:
     """Bring the trainer to the state right after `update`."""
+    if trainer.trainer.broken:
+        trainer.reset()
     behind: list[tuple[ArtifactRef, ArtifactRef]] = []
     ref = update
     while trainer.position != ref.digest and not _restored(trainer, ref):

@@ -34,6 +34,8 @@ class Trainer:
 
     step: int
     """Updates made, those without anything to train on included."""
+    broken = False
+    """Never: see `group.TrainerGroup`."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.errors import BadInput
+from infra.errors import BadInput, Transient
 from infra.records import Routes, pack_routes
 from tests.integration.beam.family import BEAM
 from tests.integration.family import copy_checkpoint, hf_model
@@ -277,6 +277,11 @@ def _layout(name: str, out: Path) -> None:
     torch.save(metrics | {"probe": [p for sequence in probe for p in sequence]}, out / f"{name}.metrics")
     torch.save(getattr(trainer, "_layers", None), out / f"{name}.layers")
     save_file({key: tensor.contiguous() for key, tensor in gradients.items()}, out / f"{name}.safetensors")
+    if name == "pp2":
+        trainer._processes[0].kill()
+        with pytest.raises(Transient, match="trainer over 2 processes: rank"):
+            trainer.update(scored())
+        assert trainer.broken
     trainer.close()
 
 
