@@ -170,7 +170,8 @@ def test_a_run_tells_its_versions_and_its_end_and_where_its_policy_comes_from(sm
     run, dataset = trained
     name = default_run(str(run.id))
     committed = small.events("policy.committed")
-    assert {event["payload"]["version"] for event in committed} == set(range(1, 9))
+    versions = {event["payload"]["version"] for event in committed}
+    assert {6, 7, 8} <= versions <= set(range(1, 9)), "a killed process takes its last events with it, no others"
     (finished,) = small.until("run.finished", lambda: small.events("run.finished"))
     assert finished["resource"]["prefect.resource.id"] == f"policyflow.run.{name}"
     assert finished["payload"]["steps"] == 8
@@ -217,7 +218,7 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     small.until("its processes are gone", lambda: not processes_of(run), 60)
     small.until(
         "its slot is free",
-        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 30,
+        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
     )  # fmt: skip
 
 
