@@ -4,13 +4,15 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from infra.adapters import LoraConfig, check_targets
 from infra.config import Config
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, quantized_names
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
@@ -110,6 +112,15 @@ class TrainConfig(Config):
     in the flow's process and nowhere else. Null: the environment as it is."""
     model: str = "smollm2"
     """The model: a name of the catalog or a Hugging Face folder."""
+    policy: Literal["full", "lora"] = "full"
+    """What is trained and served: the whole policy, or a LoRA adapter of it (settings in `lora`)."""
+    lora: LoraConfig = LoraConfig()
+    """The adapter of policy: lora."""
+    precision: Literal["bf16", "mxfp8"] = "bf16"
+    """bf16: as `update.precision` and `update.weights` say in the trainer, `rollout.dtype` in the engine. mxfp8: linear layers
+    and experts multiply in MXFP8 in both (settings in `mxfp8`)."""
+    mxfp8: Mxfp8Config = Mxfp8Config()
+    """The details of precision: mxfp8."""
     steps: int = Field(40, ge=1)
     """Optimizer steps. More steps than a finished run has continue it."""
     checkpoint_every: int = Field(10, ge=1)
@@ -137,6 +148,17 @@ class TrainConfig(Config):
     resources: ResourceConfig = ResourceConfig()
     """Processes and GPUs."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _probe_of_precision(cls, values: Any) -> Any:
+        """What trainer and engine may differ by depends on what they compute in."""
+        if not isinstance(values, dict) or values.get("precision") != "mxfp8":
+            return values
+        sync, mxfp8 = values.get("sync") or {}, values.get("mxfp8") or {}
+        if not (isinstance(sync, dict) and isinstance(mxfp8, dict)) or sync.get("probe_tolerance") is not None:
+            return values
+        return values | {"sync": sync | {"probe_tolerance": 0.5 if mxfp8.get("train", True) else 5.0}}
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         if self.update.temperature != self.rollout.temperature:
@@ -144,6 +166,18 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
+        on_gpu = bool(self.resources.rollout_gpus and self.resources.update_gpus)
+        if self.precision == "mxfp8" and not on_gpu and not self.mxfp8.emulation:
+            raise ValueError(
+                "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true, or "
+                "resources.rollout_gpus and resources.update_gpus"
+            )
+        if self.policy == "lora" and self.update.router_bias_rate:
+            raise ValueError(
+                "update.router_bias_rate changes the base model's routers, which policy lora does not serve"
+            )
+        if self.policy == "lora" and self.lora.experts == "shared_outer" and not on_gpu:
+            raise ValueError("lora.experts shared_outer needs Megatron's grouped experts, which need a GPU: use each")
         if self.warm_start.steps and self.update.kl_coef > 0:
             raise ValueError(
                 "warm_start.steps: with update.kl_coef > 0 the penalty would pull back to the model before it"
@@ -151,6 +185,28 @@ class TrainConfig(Config):
         if self.update.replay == "rollout" and self.rollout.routes == "off":
             raise ValueError("update.replay is rollout, but rollout.routes is off; set it to auto")
         return self
+
+    @property
+    def trained_lora(self) -> LoraConfig | None:
+        """The adapter's settings, when one is trained."""
+        return self.lora if self.policy == "lora" else None
+
+    @property
+    def used_mxfp8(self) -> Mxfp8Config | None:
+        """MXFP8's settings, when it is used."""
+        return self.mxfp8 if self.precision == "mxfp8" else None
+
+    def check_model(self, folder: Path) -> None:
+        """BadInput when `lora` or `mxfp8` do not fit the model: read off its folder, before anything starts."""
+        from infra.tensors import checkpoint_shapes
+
+        if self.trained_lora is None and self.used_mxfp8 is None:
+            return
+        shapes = checkpoint_shapes(str(folder))
+        if self.trained_lora is not None:
+            check_targets(self.trained_lora, shapes)
+        if self.used_mxfp8 is not None:
+            quantized_names(shapes, self.used_mxfp8)
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""
@@ -202,6 +258,10 @@ class PublishConfig(VersionConfig):
     none: over version 0 of its run) is above this. Negative: it may be that much worse."""
     folder: str | None = None
     """A new folder of this machine that gets a copy of the model. Null: it lies in the store only."""
+    adapter_folder: str | None = None
+    """Of a run with policy lora: a new folder of this machine that gets the adapter alone, as PEFT and vLLM load it."""
+    fused_experts: bool = False
+    """adapter_folder in PEFT's layout for models that keep all experts of a layer in one parameter."""
     check_engine: bool = True
     """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
 

@@ -27,10 +27,13 @@ from infra.errors import BadInput
 from infra.events import PolicyPromoted, PolicyPublished, emit
 from infra.run import Head, Run
 from infra.store import Store
-from tasks.publish.folder import fetch_model, model_folder
+from tasks.publish.folder import fetch_model, model_folder, write_adapter
 from tasks.publish.registry import Registered, annotate, holder, promote
 from tasks.publish.task import check_model, export_model, register_model
 from tasks.sync.verify import probe_sequences
+
+MERGED = 0.5
+"""What logprobs may differ by (nats) where an adapter is merged: the sum is rounded to the base model's dtype."""
 
 
 @flow(name="publish", flow_run_name="publish {config.run}", persist_result=False)
@@ -39,6 +42,8 @@ def publish(config: PublishConfig) -> dict[str, Any]:
     use_credentials(config.credentials)
     if config.folder and Path(config.folder).exists():
         raise BadInput(f"folder: {config.folder} exists; name a new one")
+    if config.adapter_folder and Path(config.adapter_folder).exists():
+        raise BadInput(f"adapter_folder: {config.adapter_folder} exists; name a new one")
     run = Run(store=Store.at(config.store).url, name=config.run)
     version = find_version(run, config.version)
     with open_session(run_config(config), config.run, visit=f"publish-{str(flow_run.id)[:8]}") as session:
@@ -55,6 +60,8 @@ def publish(config: PublishConfig) -> dict[str, Any]:
             facts={"run": config.run, "version": version.number, "base": session.fingerprint},
         )  # fmt: skip
         check(session, version, policy, model, config)
+        if config.adapter_folder:
+            write_adapter(policy, Path(config.adapter_folder), config.fused_experts)
         registered = register_model(
             run.stage("register", version.number, [model]), uri=session.tracker.uri, name=name, model=model,
             mlflow_run=session.tracker.opened(), tags=lineage(session, version, evaluation, evaluated, model),
@@ -119,7 +126,10 @@ def check(session: Session, version: Version, policy: ArtifactRef, model: Artifa
         engine = session.rollout_engine.model_copy(
             update={
                 "name": f"{session.engines}/published",
-                "settings": {**session.rollout_engine.settings, "model": folder.removeprefix("file://")},
+                "settings": {
+                    "model": folder.removeprefix("file://"),
+                    "config": session.rollout_engine.settings["config"],
+                },
             }
         )
     with session.progress.waiting("transformers and vLLM load the published folder"):
@@ -127,7 +137,7 @@ def check(session: Session, version: Version, policy: ArtifactRef, model: Artifa
             version.run.stage("check", version.number, [model, ack], str(engine is not None)),
             model=model, policy=policy, engine=engine,
             sequences=probe_sequences(sync, session.vocab_size), logprobs=open_artifact(ack).json("probe")["engine"],
-            tolerance=sync.probe_tolerance, timeout_s=config.timeouts.load_s,
+            tolerance=max(sync.tolerance, MERGED if session.config.trained_lora else 0.0), timeout_s=config.timeouts.load_s,
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
@@ -63,6 +64,7 @@ class Session:
                 "seed": self.config.seed,
                 "store": self.run.store,
                 "checkpoints": f"runs/{self.run.name}/checkpoints",
+                **self._policy(),
             },
             follow="tasks.update.resident:follow",
             environment=self._environment(),
@@ -96,11 +98,16 @@ class Session:
         return EngineSpec(
             name=f"{self.engines}/{name}",
             factory="tasks.rollout.engine:load_engine",
-            settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json")},
+            settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json"), **self._policy()},
             follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
         )
+
+    def _policy(self) -> dict[str, Any]:
+        """How the policy is trained and sampled, told to trainer and engine alike; empty: whole, in bf16 or fp32."""
+        chosen = {"lora": self.config.trained_lora, "mxfp8": self.config.used_mxfp8}
+        return {name: settings.model_dump(mode="json") for name, settings in chosen.items() if settings is not None}
 
     def _environment(self) -> dict[str, str]:
         threads = str(self.config.resources.threads or os.cpu_count() or 1)
@@ -118,6 +125,7 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     """
     store = Store.at(config.store).url
     model = prepare_model(config.model, home() / "models")
+    config.check_model(model)
     run = Run(store=store, name=run_name)
     digest = fingerprint(model)
     resumed = run.open(config.identity() | {"model_fingerprint": digest})

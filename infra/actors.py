@@ -2,17 +2,12 @@
 
 A task names a function and the policy version it needs; the actor brings its engine to that version and runs the
 function on it. So a fresh engine, a restarted one and a warm one take the same path, and a flow holds no weights.
-
-An engine of several processes (a trainer with tensor or pipeline parallelism) is one actor a rank. Every call runs on
-all ranks at once, as torch.distributed programs do; rank 0's answer counts, and one lost rank ends them all.
 """
 
 import contextlib
 import ctypes
 import importlib
 import os
-import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +17,6 @@ from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
 
 NAMESPACE = "policyflow"
 START_ATTEMPTS = 3
-# When a rank fails, the others fail alike within this time, or wait for it in a collective and are ended.
-GRACE_S = 10.0
 
 # Ray ends an actor when the last handle on it is gone: this process keeps one on each of its engines.
 _handles: dict[str, Any] = {}
@@ -45,13 +38,7 @@ class EngineSpec(Config):
     cpus: float = 1
     """CPU cores that Ray reserves. Engines take turns, so this is a reservation, not a limit."""
     gpus: float = 0
-    """GPUs that Ray reserves for each process."""
-    processes: int = 1
-    """Ranks, each an actor of its own; they find each other by torch.distributed's environment variables."""
-
-    def actor_name(self, rank: int) -> str:
-        """Ray's name of the actor of a rank."""
-        return f"{self.name}#{rank}" if rank else self.name
+    """GPUs that Ray reserves."""
 
 
 class EngineLost(Transient):
@@ -77,26 +64,11 @@ def keep_freed_memory() -> None:
 class Resident:
     """The actor's body. Ray runs one call at a time, so an engine never sees two."""
 
-    def __init__(self, spec: EngineSpec, rank: int):
+    def __init__(self, spec: EngineSpec):
         os.environ.update(spec.environment)
         keep_freed_memory()
-        self.spec, self.rank = spec, rank
+        self.spec = spec
         self.engine: Any = None
-
-    def address(self) -> tuple[str, int]:
-        """Where the ranks meet: this node's address and a port that is free."""
-        import ray
-
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
-
-    def join(self, address: tuple[str, int]) -> None:
-        """Learn of the other ranks; the engine's libraries meet them while it loads."""
-        host, port = address
-        os.environ.update(
-            MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.spec.processes)
-        )
 
     def load(self) -> int:
         """Build the engine (once); returns the process id, which the recovery tests kill."""
@@ -152,33 +124,25 @@ class Engine:
     def __init__(self, spec: EngineSpec):
         self.spec = spec
 
-    def _actors(self) -> list[Any]:
-        """Handles on every rank, started if they are not there."""
+    def _actor(self) -> Any:
         import ray
 
-        ranks = range(self.spec.processes)
-        names = [self.spec.actor_name(rank) for rank in ranks]
-        if all(name in _handles for name in names):
-            return [_handles[name] for name in names]
+        if self.spec.name in _handles:
+            return _handles[self.spec.name]
         start_ray()
-        for rank, name in zip(ranks, names, strict=True):
-            options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
-            actor = ray.remote(Resident).options(
-                num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
-            )
-            _handles[name] = actor.remote(self.spec, rank)
-        actors = [_handles[name] for name in names]
-        if self.spec.processes > 1:
-            address = ray.get(actors[0].address.remote())
-            ray.get([actor.join.remote(address) for actor in actors])
-        return actors
+        options = {"name": self.spec.name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
+        actor = ray.remote(Resident).options(
+            num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
+        )
+        _handles[self.spec.name] = actor.remote(self.spec)
+        return _handles[self.spec.name]
 
     def start(self) -> Any:
         """Begin to load the engine and return at once: engines load side by side."""
-        return [actor.load.remote() for actor in self._actors()]
+        return self._actor().load.remote()
 
     def load(self, timeout_s: float | None = None) -> int:
-        """Wait until the engine is loaded; its process id (rank 0's)."""
+        """Wait until the engine is loaded; its process id."""
         return self._get(lambda actor: actor.load.remote(), timeout_s)
 
     def call(
@@ -193,12 +157,16 @@ class Engine:
 
     def _get(self, submit: Callable[[Any], Any], timeout_s: float | None) -> Any:
         import ray
-        from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
+        actor = self._actor()
         try:
-            calls = [submit(actor) for actor in self._actors()]
-            self._wait(calls, timeout_s)
-            return ray.get(calls)[0]
+            return ray.get(submit(actor), timeout=timeout_s)
+        except GetTimeoutError as error:
+            self.stop()
+            raise EngineLost(
+                f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; it was stopped"
+            ) from error
         except OutOfMemoryError as error:  # Ray's memory monitor ended the process, before the kernel did
             self.stop()
             raise OutOfMemory(f"engine {self.spec.name}: {_first_line(error)}") from error
@@ -214,37 +182,15 @@ class Engine:
                 raise OutOfMemory(f"engine {self.spec.name}: {_first_line(cause)}") from error
             raise
 
-    def _wait(self, calls: list[Any], timeout_s: float | None) -> None:
-        """Until all ranks have answered; the first fault is raised once the others have failed too or were ended."""
-        import ray
-
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pending = list(calls)
-        while pending:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=left)
-            if not done:
-                self.stop()
-                raise EngineLost(f"engine {self.spec.name} did not answer within {timeout_s:.0f} s; it was stopped")
-            try:
-                ray.get(done)
-            except Exception:
-                if pending and len(ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)[0]) < len(pending):
-                    self.stop()
-                raise
-
     def stop(self) -> None:
-        """End the engine's processes now; a call after this builds new ones."""
+        """End the actor's process now; a call after this builds a new one."""
         import ray
 
-        if not ray.is_initialized():
-            return
-        for name in map(self.spec.actor_name, range(self.spec.processes)):
-            _handles.pop(name, None)
-            try:
-                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
-            except ValueError:
-                pass
+        _handles.pop(self.spec.name, None)
+        try:
+            ray.kill(ray.get_actor(self.spec.name, namespace=NAMESPACE), no_restart=True)
+        except ValueError:
+            pass
 
 
 def is_out_of_memory(error: BaseException) -> bool:

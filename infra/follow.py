@@ -44,6 +44,10 @@ class PolicySink(Protocol):
         """What `commit` will write to hold these tensors, which are all."""
         ...
 
+    def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> Any:
+        """What `commit` will write to serve an adapter in place of the last one."""
+        ...
+
     def commit(self, update: Any, version: str) -> None:
         """Pause, write in place, resume; or keep the old weights and raise."""
         ...
@@ -118,6 +122,11 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
 
     Should the engine not hold what it is taken to hold, or not tell, it gets the whole version.
     """
+    newest = policy.describe(ref)
+    if newest.adapter_config is not None:
+        if engine.version != newest.policy_digest:
+            yield engine.prepare_adapter(dict(policy.read(ref)), newest.adapter_config), newest.policy_digest
+        return
     path = policy.chain(ref, engine.version)
     if path and path[0][1].is_delta and path[0][1].base == engine.version:
         try:

@@ -5,7 +5,9 @@ fresh engine starts from and a warm one passes by. The policy digest is a proper
 have equal digests, however they are sharded, named in the store, or come by. It is the `policy_version` of rollouts.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 KIND = "policy"
 _FILES = "model"
+_DECODERS = 2
 
 
 class TensorInfo(Frozen):
@@ -69,14 +72,16 @@ class PolicyVersion(Frozen):
     frames: list[Frame] | None = None
     """What changed since `parent`; tensors in none of them are the parent's. A full version may have them too."""
     tensors: dict[str, TensorInfo]
-    """By name, those of the Hugging Face checkpoint; of the adapter, for an adapter."""
+    """By name, those of the Hugging Face checkpoint; PEFT's, for an adapter."""
     policy_digest: str
     """`policy_digest(tensors)`."""
+    adapter_config: dict[str, Any] | None = None
+    """Of an adapter: PEFT's adapter_config.json."""
 
     @property
     def is_full(self) -> bool:
         """Whether every tensor can be read from this artifact alone."""
-        return self.form == "full"
+        return self.form != "delta"
 
     @property
     def is_delta(self) -> bool:
@@ -115,14 +120,14 @@ def write_full(
     provenance: Mapping[str, Any] | None = None,
     shard_bytes: int | None = None,
     mirror: "Mirror | None" = None,
-    form: Literal["full", "adapter"] = "full",
     parent: ArtifactRef | None = None,
+    adapter_config: dict[str, Any] | None = None,
 ) -> ArtifactRef:
     """Write every tensor (checkpoint names, each in its serving dtype) as the version `key`.
 
     `metadata` adds facts beside PolicyVersion's. Holds one shard at a time: see ArtifactWriter.tensors. `mirror`
-    becomes this version. `parent` (of digest `base`): the version before; for an adapter, whose tensors `tensors` then
-    are, the one that it goes with.
+    becomes this version. `parent` (of digest `base`): the version before. With `adapter_config` the tensors are an
+    adapter's (infra/adapters.py), that goes with the run's base model.
     """
     infos: dict[str, TensorInfo] = {}
 
@@ -136,6 +141,7 @@ def write_full(
     extra = _own(metadata)
     if mirror is not None:
         mirror.ref = None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -144,11 +150,11 @@ def write_full(
             raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
         placed = {name: info.model_copy(update={"file": files[name]}) for name, info in infos.items()}
         what = PolicyVersion(
-            version=version, form=form, step=step, base=base, parent=parent, tensors=placed,
-            policy_digest=policy_digest(placed),
+            version=version, form="full" if adapter_config is None else "adapter", step=step, base=base, parent=parent,
+            tensors=placed, policy_digest=policy_digest(placed), adapter_config=adapter_config,
         )  # fmt: skip
         _say(writer, what)
-    _settle(mirror, writer.ref, what.policy_digest)
+    _settle(mirror, writer.ref, what)
     return writer.ref
 
 
@@ -180,6 +186,7 @@ def write_delta(
     size = sum(parent.tensor(name).nbytes for name in parent.names)
     extra = _own(metadata)
     ref, parent.ref = parent.ref, None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -217,7 +224,7 @@ def write_delta(
             frames=delta.frames, tensors=infos, policy_digest=policy_digest(infos),
         )  # fmt: skip
         _say(writer, what)
-    _settle(parent, writer.ref, what.policy_digest)
+    _settle(parent, writer.ref, what)
     return writer.ref
 
 
@@ -233,9 +240,9 @@ def _own(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(metadata or {})
 
 
-def _settle(mirror: "Mirror | None", ref: ArtifactRef, digest: str) -> None:
-    """The mirror is the committed version, unless another writer's was, with other weights."""
-    if mirror is not None and describe(ref).policy_digest == digest:
+def _settle(mirror: "Mirror | None", ref: ArtifactRef, what: PolicyVersion | None) -> None:
+    """The mirror is the committed version, unless another writer's was, with other weights or before all was written."""
+    if mirror is not None and what is not None and describe(ref).policy_digest == what.policy_digest:
         mirror.ref = ref
 
 
@@ -325,19 +332,31 @@ def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, PolicyVersion]] |
 def changes(ref: ArtifactRef, what: PolicyVersion, old: "Callable[[str], ndarray]") -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
 
-    One file of coded changes and one frame's tensors are in memory at a time. Raises Corrupted.
+    Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
+    a time. Raises Corrupted.
     """
     from infra.codec import frame
     from infra.codec.layout import layout_of
 
-    artifact, file, data = open_artifact(ref), None, memoryview(b"")
-    for entry in what.frames or []:
-        if entry.file != file:
-            file, data = entry.file, memoryview(artifact.buffer(entry.file))
+    artifact, frames = open_artifact(ref), what.frames or []
+
+    def decode(entry: Frame, data: memoryview) -> "list[Changes]":
         layout = layout_of(dtype_of(what.tensors[entry.tensors[0]]))
-        words = [old(name) for name in entry.tensors]
-        found = frame.decode(data[entry.offset : entry.offset + entry.bytes], words, layout)
-        yield from zip(entry.tensors, found, strict=True)
+        return frame.decode(data, [old(name) for name in entry.tensors], layout)
+
+    file, data = None, memoryview(b"")
+    running: deque[tuple[Frame, Future[list[Changes]]]] = deque()
+    with ThreadPoolExecutor(_DECODERS, thread_name_prefix="decode") as pool:
+        for entry in frames:
+            if entry.file != file:
+                file, data = entry.file, memoryview(artifact.buffer(entry.file))
+            while len(running) > _DECODERS:
+                done, found = running.popleft()
+                yield from zip(done.tensors, found.result(), strict=True)
+            running.append((entry, pool.submit(decode, entry, data[entry.offset : entry.offset + entry.bytes])))
+        while running:
+            done, found = running.popleft()
+            yield from zip(done.tensors, found.result(), strict=True)
 
 
 def _read_full(ref: ArtifactRef, what: PolicyVersion) -> "Iterator[tuple[str, Tensor]]":

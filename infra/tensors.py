@@ -1,7 +1,9 @@
 """Tensors as safetensors files: written from the tensors' own memory, read as views of the file's bytes."""
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -86,3 +88,15 @@ def read_safetensors(data: Buffer) -> Iterator[tuple[str, Tensor]]:
         else:
             count = (end - begin) // dtype.itemsize
             yield name, torch.frombuffer(data, dtype=dtype, count=count, offset=8 + size + begin).reshape(shape)
+
+
+def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of every tensor in a folder's safetensors files: what a full policy of this model consists of."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    if not shapes:
+        raise BadInput(f"model folder {model_dir}: no tensors in *.safetensors")
+    return shapes

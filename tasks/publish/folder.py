@@ -1,16 +1,21 @@
 """A policy version as a Hugging Face folder: its tensors, and the base model's configuration and tokenizer."""
 
 import json
-import math
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra import policy as policies
+from infra.adapters import fuse_experts, fused_config, merged, write_folder
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
+from infra.mxfp8 import dequantize_tensors
 from infra.run import Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "model"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
@@ -19,21 +24,75 @@ _LICENSES = ("LICENSE", "NOTICE")
 
 
 def write_model(stage: Stage, policy: ArtifactRef, base: str, facts: dict[str, str | int]) -> ArtifactRef:
-    """Commit the folder's files. Holds one shard of the policy in memory at a time."""
-    import torch
+    """Commit the folder's files. Holds one shard of the policy in memory at a time.
 
+    An adapter is merged into the base model's weights; what MXFP8 holds becomes the numbers that it stands for.
+    """
     what = policies.describe(policy)
+    dtypes: Counter[str] = Counter()
+    size, digests = 0, {}
+
+    def noted() -> "Iterator[tuple[str, Tensor]]":
+        nonlocal size
+        for name, tensor in numbers(policy, base):
+            dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
+            size += tensor.nbytes
+            digests[name] = policies.tensor_digest(tensor)
+            yield name, tensor
+
     with stage.write(KIND, metadata={"policy_digest": what.policy_digest, "lineage": facts}) as writer:
-        where = writer.tensors("model", policies.read(policy))
-        dtypes = Counter(info.dtype for info in what.tensors.values())
+        where = writer.tensors("model", noted())
         writer.json("config", model_config(Path(base), dtypes.most_common(1)[0][0]))
-        size = sum(math.prod(info.shape) * getattr(torch, info.dtype).itemsize for info in what.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         writer.json("model.safetensors.index", index)
         for path in sorted(Path(base).iterdir()):
             if (path.suffix in _COPIED or path.name in _LICENSES) and path.name not in _OF_THE_BASE:
                 writer.bytes(path.name, path.read_bytes())
+        writer.metadata["tensors"] = digests
     return writer.ref
+
+
+def is_plain(what: policies.PolicyVersion) -> bool:
+    """Whether the version's tensors are a checkpoint's as they are."""
+    return what.adapter_config is None and all(info.dtype != "float8_e4m3fn" for info in what.tensors.values())
+
+
+def numbers(policy: ArtifactRef, base: str) -> "Iterator[tuple[str, Tensor]]":
+    """A version as a checkpoint's tensors, those that it changes in the base model's dtypes."""
+    what = policies.describe(policy)
+    if is_plain(what):
+        yield from policies.read(policy)
+    elif what.adapter_config is not None:
+        scale = what.adapter_config["lora_alpha"] / what.adapter_config["r"]
+        yield from merged(_tensors(base), dict(policies.read(policy)), scale)
+    else:
+        dtypes = {name: tensor.dtype for name, tensor in _tensors(base)}
+        for name, tensor in dequantize_tensors(policies.read(policy)):
+            yield name, tensor.to(dtypes[name])
+
+
+def _tensors(folder: str) -> "Iterator[tuple[str, Tensor]]":
+    from safetensors import safe_open
+
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+def write_adapter(policy: ArtifactRef, folder: Path, fused_experts: bool) -> None:
+    """A new folder with a version's adapter as PEFT, transformers and vLLM load it. BadInput when it is no adapter.
+
+    fused_experts: in PEFT's layout for models that keep all experts of a layer in one parameter.
+    """
+    what = policies.describe(policy)
+    if what.adapter_config is None:
+        raise BadInput(f"adapter_folder: version {what.version} is a whole policy; leave it out")
+    tensors, config = dict(policies.read(policy)), what.adapter_config
+    if fused_experts:
+        tensors = fuse_experts(tensors)
+        config = fused_config(config, tensors)
+    write_folder(folder, tensors, config)
 
 
 def model_config(base: Path, dtype: str) -> dict[str, Any]:

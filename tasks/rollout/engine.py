@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra import records
+from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
+from infra.tensors import checkpoint_shapes
+from tasks.rollout import adapter
+from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -28,9 +33,16 @@ if TYPE_CHECKING:
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def load_engine(model: str, config: dict[str, Any]) -> "RolloutEngine":
+def load_engine(
+    model: str, config: dict[str, Any], lora: dict[str, Any] | None = None, mxfp8: dict[str, Any] | None = None
+) -> "RolloutEngine":
     """A RolloutEngine from JSON settings."""
-    return RolloutEngine(model, RolloutConfig.model_validate(config))
+    return RolloutEngine(
+        model,
+        RolloutConfig.model_validate(config),
+        None if lora is None else LoraConfig.model_validate(lora),
+        None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
+    )
 
 
 class RolloutEngine:
@@ -40,25 +52,52 @@ class RolloutEngine:
     machine alone, not on calls before it nor on how the weights came in.
     """
 
-    def __init__(self, model_dir: str, config: RolloutConfig):
-        """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit."""
-        self.config = config
+    def __init__(
+        self,
+        model_dir: str,
+        config: RolloutConfig,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
+        """Load the model of a Hugging Face folder. Raises BadInput when the folder or the settings do not fit.
+
+        With `lora` the folder's weights stay as they are and policies are adapters (`apply_adapter`). With `mxfp8` linear
+        layers and experts multiply in it, and policies hold elements and scales.
+        """
+        self.config, self.lora, self.mxfp8 = config, lora, mxfp8
         self.version: str | None = None
         """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
         self._closed = False
+        self._routes = config.routes == "auto" and has_experts(model_dir)
+        if self._routes and config.pipeline_parallel_size > 1:
+            raise BadInput(
+                f"rollout.pipeline_parallel_size {config.pipeline_parallel_size}: vLLM records no routed experts over "
+                "pipeline stages; use rollout.tensor_parallel_size, or set rollout.routes to off"
+            )
         _prepare_environment(config)
+        if lora is not None:
+            adapter.prepare_environment(lora, config.tensor_parallel_size)
+        if mxfp8 is not None:
+            microscaling.prepare_environment(mxfp8)
         from tasks.rollout.plugin import register
 
         register()
         import vllm
 
-        from tasks.rollout import weights
-
-        self._shapes = weights.checkpoint_shapes(model_dir)
+        self._shapes = checkpoint_shapes(model_dir)
         self._expert_layers = expert_layers(self._shapes)
-        self._routes = config.routes == "auto" and has_experts(model_dir)
+        self._lora_request: Any = None
         arguments = engine_arguments(model_dir, config, self._routes)
+        if lora is not None:
+            own = adapter.engine_arguments(lora, has_experts(model_dir), config.tensor_parallel_size)
+            arguments = own | arguments
+        names = set[str]()
+        if mxfp8 is not None:
+            names = set(quantized_names(self._shapes, mxfp8))
+            arguments = microscaling.engine_arguments(mxfp8) | arguments
         self._llm = vllm.LLM(**arguments)
+        if mxfp8 is not None and mxfp8.emulation:
+            self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
         workers = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -162,6 +201,8 @@ class RolloutEngine:
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
         """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
         cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        if self.mxfp8 is not None:  # it holds what a version's elements and scales stand for, not those
+            return None
         return self._sink.words(name, dtype) if self._sink else None
 
     def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
@@ -173,11 +214,22 @@ class RolloutEngine:
         """What `commit` will write to hold a full policy. Changes nothing."""
         from tasks.rollout import patches, weights
 
+        if self.lora is not None:
+            raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
+        numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
         if self._sink:
-            return self._sink.prepare_whole(tensors)
-        return patches.Update([], {}, weights.collect(tensors, self._shapes))
+            return self._sink.prepare_whole(numbers)
+        return patches.Update([], {}, weights.collect(numbers, self._shapes))
 
-    def commit(self, update: "Update", version: str) -> None:
+    def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> adapter.AdapterUpdate:
+        """What `commit` will write to serve an adapter in place of the last one: PEFT's names and 2-D layout, and its
+        adapter_config.json. Changes nothing. BadInput names the module that does not fit."""
+        if self.lora is None:
+            raise BadInput("the engine was started without an adapter: set policy: lora in the profile")
+        check_fits(tensors, self._shapes, self.lora.engine_rank)
+        return adapter.AdapterUpdate(tensors, config)
+
+    def commit(self, update: "Update | adapter.AdapterUpdate", version: str) -> None:
         """Write a prepared update; when it raises, the old weights are back, bit for bit.
 
         May be called from another thread while `sample` runs: it waits for the step that is being computed, and the
@@ -186,13 +238,21 @@ class RolloutEngine:
         from tasks.rollout import weights
 
         with self._stepping:
-            if self._sink:
+            if isinstance(update, adapter.AdapterUpdate):
+                self.version = None  # should vLLM fail, it holds neither adapter
+                self._llm.collective_rpc(adapter.load, args=(update.tensors, update.config))
+                self._lora_request = adapter.request()
+            elif self._sink:
                 self._sink.commit(update, version)
             else:
                 weights.load_all_or_nothing(self._llm.collective_rpc, update.loaded or [])
             self.version = version
             recompute = self.config.in_flight == "recompute"
             self._llm.reset_prefix_cache(reset_running_requests=recompute)
+
+    def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
+        """Take over an adapter in place of the last one (see `prepare_adapter`)."""
+        self.commit(self.prepare_adapter(tensors, config), version)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """What the engine holds: checkpoint names and shapes, in the engine's dtypes. Views: copy what you keep."""
@@ -232,7 +292,7 @@ class RolloutEngine:
         self._llm.reset_prefix_cache()
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         if not (fork and self._forks):
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
         # Each prompt is computed once, by its first sample; the others fork from it a step later (see fork.py).
         first: dict[tuple[int, ...], int] = {}
         for index, ids in enumerate(prompts):
@@ -242,7 +302,12 @@ class RolloutEngine:
         done: list[Any] = []
         for wave in (sorted(leaders), followers):
             if wave:
-                self._llm.enqueue([inputs[i] for i in wave], [params[i] for i in wave], use_tqdm=False)
+                self._llm.enqueue(
+                    [inputs[i] for i in wave],
+                    [params[i] for i in wave],
+                    use_tqdm=False,
+                    lora_request=self._lora_request,
+                )
                 done += [output for output in self._llm.llm_engine.step() if output.finished]
         done += self._llm.wait_for_completion(use_tqdm=False)
         done.sort(key=lambda output: int(output.request_id))  # the order of the waves

@@ -14,6 +14,7 @@ def register() -> None:
     if "policyflow" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("policyflow", "tasks.rollout.transfer", "StoreWeightTransferEngine")
     if current_platform.is_cpu():
-        from tasks.rollout import cpu
+        from tasks.rollout import cpu, lora_cpu
 
         cpu.install()
+        lora_cpu.install()

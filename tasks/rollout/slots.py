@@ -93,7 +93,7 @@ def _expert_slots(path: str, module: Any) -> dict[str, Slot]:
 def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor | None:
     """Where vLLM's CPU kernel keeps the entries of an expert's parameter; None where it keeps them in plain order."""
     kernel = module.quant_method.moe_kernel.fused_experts
-    if not hasattr(kernel, "isa"):
+    if not getattr(kernel, "isa", None):
         return None
     order = _packing_order(weight[:1], kernel.isa)
     packed = torch.empty_like(order)

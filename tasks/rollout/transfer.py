@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from infra import follow
 from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
+from infra.tensors import checkpoint_shapes
 from tasks.rollout.sink import ModelSink
-from tasks.rollout.weights import checkpoint_shapes
 
 if TYPE_CHECKING:
     import torch

@@ -3,28 +3,13 @@
 `load`, `export` and `find_slots` run inside each vLLM worker (`LLM.collective_rpc`).
 """
 
-import json
-import struct
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from infra.errors import BadInput
 from tasks.rollout.slots import Slot, experts, slots_of
-
-
-def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of every tensor in a folder's safetensors files: what a full policy of this model consists of."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(model_dir).glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    if not shapes:
-        raise BadInput(f"model folder {model_dir}: no tensors in *.safetensors")
-    return shapes
 
 
 def collect(

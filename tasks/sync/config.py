@@ -14,8 +14,10 @@ class SyncConfig(Config):
     """Token sequences in the probe batch, scored by trainer and engine after every sync."""
     probe_length: int = Field(32, ge=2)
     """Tokens in a probe sequence."""
-    probe_tolerance: float = Field(2e-2, gt=0)
-    """Largest |trainer - engine| logprob on the probe that a sync may show (nats)."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest |trainer - engine| logprob on the probe that a sync may show (nats). null: 0.02; in MXFP8, where a number next
+    to a rounding boundary may fall to either side in the two, 0.5; with mxfp8.train off, where they compute in different
+    precisions, 5."""
     verify_fresh: bool = True
     """At the end of a run, load a second engine with the last version and compare it with the resident one."""
     form: Literal["auto", "full"] = "auto"
@@ -24,3 +26,8 @@ class SyncConfig(Config):
     """Of versions, every how-manieth holds all tensors besides: where a fresh engine starts from."""
     keep_versions: int = Field(3, ge=1)
     """Policy versions whose tensors are kept while a run goes on; version 0 and the last one always are."""
+
+    @property
+    def tolerance(self) -> float:
+        """`probe_tolerance`, or its default."""
+        return 2e-2 if self.probe_tolerance is None else self.probe_tolerance

@@ -73,5 +73,5 @@ def _lineage(ref: ArtifactRef) -> list[ArtifactRef]:
         except BadInput:  # collected before: nobody can need it any more
             break
         lineage.append(at)
-        at = None if what.form == "full" else what.parent
+        at = None if what.is_full else what.parent
     return lineage

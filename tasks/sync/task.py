@@ -53,7 +53,7 @@ def sync_engine(
         trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
         engine_logprobs, engine_s = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
         trainer_logprobs, trainer_s = trained.result()
-    result = compare(trainer_logprobs, engine_logprobs, config.probe_tolerance)
+    result = compare(trainer_logprobs, engine_logprobs, config.tolerance)
     seconds = {"engine_s": max(engine_s, trainer_s)}
     with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance=seconds) as writer:
         writer.json("probe", result.model_dump())

@@ -36,6 +36,31 @@ class ParallelConfig(Config):
         return self
 
 
+class CorrectionConfig(Config):
+    """Corrections for the difference between rollout engine and trainer (tasks/update/corrections.py).
+
+    k is a token's probability in the trainer, before the update, over its probability in the rollout.
+    """
+
+    tokens: Literal["none", "truncate", "mask"] = "none"
+    """none: the clipped importance ratio is taken to the rollout itself. truncate: tokens are weighted by min(k, high)
+    (truncated importance sampling); metric truncated_fraction. mask: by k within [low, high] and by 0 outside (IcePop,
+    MIS); metric masked_fraction."""
+    low: float = Field(0.5, ge=0, le=1)
+    """Smallest k that counts, for `mask`."""
+    high: float = Field(2.0, ge=1)
+    """Largest k that counts (`mask`), or that weights get (`truncate`)."""
+    sequences: Literal["none", "mask"] = "none"
+    """mask: drop whole responses by the bounds below; metric masked_sequences (their tokens are in masked_fraction). It
+    costs one more forward pass."""
+    sequence_low: float = Field(0.99, ge=0, le=1)
+    """Smallest geometric mean of a response's k that counts."""
+    sequence_high: float = Field(1.01, ge=1)
+    """Largest geometric mean of a response's k that counts."""
+    sequence_veto: float = Field(1e-4, ge=0, le=1)
+    """A response with a token of smaller k does not count."""
+
+
 class UpdateConfig(Config):
     """GRPO with AdamW, on Megatron-Core."""
 
@@ -62,6 +87,9 @@ class UpdateConfig(Config):
     """Which estimate of KL(policy || reference) a token's penalty is (http://joschu.net/blog/kl-approx.html)."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of the rollouts: logits are divided by it, so that logprobs mean what the engine's do."""
+
+    correction: CorrectionConfig = CorrectionConfig()
+    """For rollouts in another precision, or by other kernels, than the update."""
 
     microbatch_tokens: int = Field(1024, ge=1)
     """Tokens computed in one forward and backward pass; the gradient does not depend on it. A single sample
@@ -93,6 +121,10 @@ class UpdateConfig(Config):
     """What the policy's weights are, in the trainer, every version and every engine alike; what a step adds below their
     spacing is kept in fp32 masters. auto: each tensor as the model folder has it. Routers are never rounded below the
     folder's precision. float32 needs precision float32."""
+    shard_optimizer: bool = True
+    """Data-parallel processes share the optimizer's state (masters and moments) instead of each keeping all of it."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory: 12 bytes a parameter less on the GPU, and a slower step."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes on a GPU cluster."""
 

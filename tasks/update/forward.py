@@ -1,5 +1,6 @@
 """Microbatches through Megatron's schedules: gradients, or logprobs alone."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,13 @@ StepLoss = Callable[[int, slice, Tensor, Tensor], LossSums]
 class PolicyForward:
     """Runs microbatches on a policy. Hidden states meet the output layer at loss positions only."""
 
-    def __init__(self, model: PolicyModel, config: UpdateConfig):
+    def __init__(self, model: PolicyModel, config: UpdateConfig, row_multiple: int = 1):
+        """`row_multiple`: rows are padded to a multiple of so many tokens (MXFP8's kernels want 32)."""
         from tasks.update.attention import SharedPrefixRow, ThdRow
         from tasks.update.replay import RoutingReplay
 
         portable = not torch.cuda.is_available()
-        self.model, self.config = model, config
+        self.model, self.config, self.row_multiple = model, config, row_multiple
         self.row = (SharedPrefixRow if portable else ThdRow)(model.gpts)
         self.shares_prompts = config.share_prompts and portable
         self.replay = RoutingReplay(model.chunks)
@@ -35,8 +37,8 @@ class PolicyForward:
         """The microbatches that this process computes, of those that all have packed alike.
 
         Data-parallel processes take turns, and get equally many, if need be empty ones: experts and pipeline stages work in step. Rows
-        are padded where Megatron wants them alike: to a multiple of the tensor-parallel size for sequence parallelism, all to one
-        length for the allgather dispatcher between processes.
+        are padded where Megatron wants them alike: to a multiple of the tensor-parallel size for sequence parallelism, of
+        `row_multiple`, all to one length for the allgather dispatcher between processes.
         """
         from megatron.core import parallel_state
 
@@ -49,7 +51,7 @@ class PolicyForward:
         alike = model.num_moe_experts and model.moe_token_dispatcher_type == "allgather"
         if alike and ranks * self.config.parallel.pipeline > 1:
             lengths = [max(lengths)] * len(full)
-        multiple = self.config.parallel.tensor if self.config.parallel.sequence else 1
+        multiple = math.lcm(self.row_multiple, self.config.parallel.tensor if self.config.parallel.sequence else 1)
         padded = [mb.padded(-(-n // multiple) * multiple) for mb, n in zip(full, lengths, strict=True)]
         return padded[parallel_state.get_data_parallel_rank() :: ranks]
 

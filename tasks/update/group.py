@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from infra.adapters import LoraConfig
 from infra.errors import BadInput, Transient
+from infra.mxfp8 import Mxfp8Config
 from tasks.update.config import UpdateConfig
 from tasks.update.optimizer import NonFiniteUpdate
 from tasks.update.trainer import Trainer
@@ -19,9 +21,15 @@ START_METHOD = "spawn"
 """How other processes are started: with nothing of this one, which may have threads."""
 
 
-def make_trainer(model_dir: str, config: UpdateConfig, seed: int) -> "Trainer | TrainerGroup":
+def make_trainer(
+    model_dir: str,
+    config: UpdateConfig,
+    seed: int,
+    lora: LoraConfig | None = None,
+    mxfp8: Mxfp8Config | None = None,
+) -> "Trainer | TrainerGroup":
     """A trainer of as many processes as `config.parallel` needs."""
-    return (Trainer if config.parallel.processes == 1 else TrainerGroup)(model_dir, config, seed)
+    return (Trainer if config.parallel.processes == 1 else TrainerGroup)(model_dir, config, seed, lora, mxfp8)
 
 
 class TrainerGroup:
@@ -31,16 +39,24 @@ class TrainerGroup:
     but for checkpoints. A follower that fails or dies ends the group: Transient, and a new group has to be made.
     """
 
-    def __init__(self, model_dir: str, config: UpdateConfig, seed: int):
+    def __init__(
+        self,
+        model_dir: str,
+        config: UpdateConfig,
+        seed: int,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
         """Start the other processes and load the model in all. BadInput as `Trainer`."""
         world = config.parallel.processes
+        policy = (model_dir, config, seed, lora, mxfp8)
         store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         context: Any = torch.multiprocessing.get_context(START_METHOD)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(1, world):
             pipe, theirs = context.Pipe()
-            arguments = (theirs, rank, world, store.port, model_dir, config, seed)
+            arguments = (theirs, rank, world, store.port, policy)
             process = context.Process(target=_follow, args=arguments, daemon=True, name=f"trainer rank {rank}")
             process.start()
             theirs.close()
@@ -48,11 +64,15 @@ class TrainerGroup:
             self._processes.append(process)
         try:
             _join(store, 0, world)
-            self.trainer = Trainer(model_dir, config, seed)
+            self.trainer = Trainer(*policy)
             self._layers = [self.trainer.forward.replay.layers, *self._replies()]
         except BaseException:
             self.close()
             raise
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """See `Trainer.adapter_config`."""
+        return self.trainer.adapter_config()
 
     def update(self, batch: pa.Table) -> dict[str, float]:
         """See `Trainer.update`."""
@@ -140,11 +160,11 @@ def _join(store: Any, rank: int, world: int) -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
 
 
-def _follow(pipe: Any, rank: int, world: int, port: int, model_dir: str, config: UpdateConfig, seed: int) -> None:
+def _follow(pipe: Any, rank: int, world: int, port: int, policy: tuple) -> None:
     """A follower's life: do what rank 0 does. It ends with rank 0, or with its own first unexpected error, which the
     others then see as a lost connection."""
     _join(dist.TCPStore("127.0.0.1", port, world, is_master=False), rank, world)
-    trainer: Any = Trainer(model_dir, config, seed)
+    trainer: Any = Trainer(*policy)
     pipe.send(trainer.forward.replay.layers)
     while True:
         try:

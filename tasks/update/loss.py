@@ -10,6 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tasks.update.config import CorrectionConfig
+from tasks.update.corrections import token_weights
+
+_NO_CORRECTION = CorrectionConfig()
 KlEstimator = Literal["k1", "k2", "k3"]
 LARGEST = ("ratio_max", "logprob_diff_max")
 """Of LossSums: the fields of which the largest counts, not the sum."""
@@ -29,6 +33,8 @@ class LossInputs:
     """Of the policy's next-token distribution (a metric only)."""
     reference_logprobs: Tensor | None = None
     """Of the reference policy; needed if kl_coef > 0."""
+    kept: Tensor | None = None
+    """1 for tokens of responses that count, 0 for those that a sequence mask dropped; None: all count."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class LossConfig:
     clip_eps_high: float
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    correction: CorrectionConfig = _NO_CORRECTION
     denominator: int = 1
     """Loss tokens of the whole step, skipped samples included."""
 
@@ -58,12 +65,18 @@ class LossSums:
     clipped: float = 0.0
     """Tokens whose gradient the clipping removed."""
     ratio: float = 0.0
-    """Sum over tokens of the importance ratio."""
+    """Sum over tokens of the importance ratio to the rollout."""
     ratio_max: float = 0.0
     k3: float = 0.0
     """Sum over tokens of exp(d) - 1 - d with d = trainer logprob - rollout logprob."""
     logprob_diff_max: float = 0.0
     """Largest |d|."""
+    truncated: float = 0.0
+    """Tokens whose weight was truncated (tasks/update/corrections.py)."""
+    masked: float = 0.0
+    """Tokens that a token or a sequence mask dropped."""
+    weight: float = 0.0
+    """Sum over tokens of the corrections' weights."""
     tokens: int = 0
 
     def __add__(self, other: "LossSums") -> "LossSums":
@@ -86,10 +99,14 @@ def grpo_loss(tokens: LossInputs, config: LossConfig) -> LossSums:
     are averaged over the whole step, not per sample (DAPO, arXiv:2503.14476, eq. 12).
     """
     difference_N = tokens.logprobs - tokens.rollout_logprobs
-    ratio_N = difference_N.exp()
+    weights = token_weights(difference_N, config.correction)
+    weight_N = weights.weight_N if tokens.kept is None else weights.weight_N * tokens.kept
+    # A correction has k as a constant: what is left to clip is the policy's own change.
+    corrected = config.correction.tokens != "none"
+    ratio_N = (tokens.logprobs - tokens.logprobs.detach()).exp() if corrected else difference_N.exp()
     clipped_ratio_N = ratio_N.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
-    plain_N = -ratio_N * tokens.advantages
-    clipped_N = -clipped_ratio_N * tokens.advantages
+    plain_N = -ratio_N * tokens.advantages * weight_N
+    clipped_N = -clipped_ratio_N * tokens.advantages * weight_N
     policy_loss = torch.maximum(plain_N, clipped_N).sum() / config.denominator
     loss, kl = policy_loss, 0.0
     if config.kl_coef > 0:
@@ -98,16 +115,21 @@ def grpo_loss(tokens: LossInputs, config: LossConfig) -> LossSums:
         loss = policy_loss + config.kl_coef * kl_sum / config.denominator
         kl = kl_sum.item()
     with torch.no_grad():
+        k_N = difference_N.exp()
+        dropped = weights.masked if tokens.kept is None else (weight_N == 0).sum().item()
         return LossSums(
             loss=loss,
             policy_loss=policy_loss.item(),
             kl=kl,
             entropy=tokens.entropy.sum().item(),
             clipped=(clipped_N > plain_N).sum().item(),
-            ratio=ratio_N.sum().item(),
-            ratio_max=ratio_N.max().item() if len(ratio_N) else 0.0,
-            k3=(ratio_N - 1 - difference_N).sum().item(),
+            ratio=k_N.sum().item(),
+            ratio_max=k_N.max().item() if len(k_N) else 0.0,
+            k3=(k_N - 1 - difference_N).sum().item(),
             logprob_diff_max=difference_N.abs().max().item() if len(ratio_N) else 0.0,
+            truncated=weights.truncated,
+            masked=dropped,
+            weight=weight_N.sum().item(),
             tokens=len(ratio_N),
         )
 

@@ -55,6 +55,10 @@ class PolicyModel:
             for name, value in of(gpt)
         }
 
+    def weight_sources(self) -> list[tuple[Tensor, list[str]]]:
+        """This process's weights, each with the names of the checkpoint tensors that make it up."""
+        return [(task.param_weight, _hf_names(task)) for task in self._conversion() if task.param_weight is not None]
+
     @property
     def vocabulary(self) -> int:
         """Entries of the vocabulary, without Megatron's padding."""
@@ -63,9 +67,7 @@ class PolicyModel:
     def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
         """For each of `parameters()`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
         folder = checkpoint_dtypes(self.folder)
-        sources = {
-            id(task.param_weight): _hf_names(task) for task in self._conversion() if task.param_weight is not None
-        }
+        sources = {id(weight): names for weight, names in self.weight_sources()}
         for task in self._conversion():  # other processes' too: every one exports all
             names = _hf_names(task)
             in_folder = [folder[name] for name in names if name in folder]
@@ -116,8 +118,13 @@ def _hf_names(task: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names.values())
 
 
-def load_policy(model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: int) -> PolicyModel:
-    """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows."""
+def load_policy(
+    model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: int, settings: dict[str, Any] | None = None
+) -> PolicyModel:
+    """Build the model and load the folder's weights. BadInput if the folder holds no model that the bridge knows.
+
+    `settings`: of Megatron, over those that are set here.
+    """
     if not (Path(model_dir) / "config.json").is_file():
         raise BadInput(f"{model_dir} is no model folder: it has no config.json")
     megatron_cpu.install()
@@ -133,7 +140,7 @@ def load_policy(model_dir: str, dtype: torch.dtype, config: UpdateConfig, seed: 
     parallel = config.parallel
     _join_process_groups(parallel, seed)
     provider = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, dtype, config)
+    _configure(provider, dtype, config, settings or {})
     with megatron_cpu.cuda_means_cpu():
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
@@ -170,7 +177,7 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig) -> None:
+def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: dict[str, Any]) -> None:
     """Megatron's flags: exact numbers first. No dropout, no auxiliary losses, and on the CPU no fused kernels."""
     bf16, parallel = dtype == torch.bfloat16, config.parallel
     experts = bool(getattr(provider, "num_moe_experts", None))
@@ -218,7 +225,7 @@ def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig) -> None:
             settings["core_attention"] = SegmentAttention
         else:
             settings["transformer_layer_spec"] = _portable_layers
-    for name, value in settings.items():
+    for name, value in (settings | chosen).items():
         if hasattr(provider, name):
             setattr(provider, name, value)
     provider.finalize()

@@ -1,8 +1,11 @@
 """AdamW over fp32 master weights, applied as a whole or not at all."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tasks.update.config import UpdateConfig
@@ -12,6 +15,16 @@ class NonFiniteUpdate(RuntimeError):
     """A loss or gradient norm is NaN or infinite; the weights and the optimizer are as before."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which of the processes that hold a parameter keeps its master and moments, and tells the others the result."""
+
+    owner: int
+    """Rank in the world."""
+    group: Any
+    """Process group of those that hold it."""
+
+
 class MasterAdamW:
     """torch.optim.AdamW (fused) on fp32 masters of a model's parameters.
 
@@ -19,6 +32,9 @@ class MasterAdamW:
     microbatches are summed into (as Megatron's main_grad), and is rounded from its master after a step: to `weights`'
     dtype, which may be narrower than the one it computes in. Moments exist from the start, so a step allocates nothing
     and its state has the same tensors before and after the first step.
+
+    With `shares`, each process has masters and moments of its own parameters only (a distributed optimizer); every
+    process then calls `step` and `load_state` together. With config.offload_optimizer they lie in the host's memory.
     """
 
     def __init__(
@@ -26,18 +42,25 @@ class MasterAdamW:
         named_parameters: list[tuple[str, nn.Parameter]],
         config: UpdateConfig,
         weights: Mapping[str, torch.dtype] | None = None,
+        shares: Mapping[str, Share] | None = None,
     ):
         """`weights`: the dtype of each parameter's values (default: its own dtype)."""
-        self.config = config
+        self.config, self.shares = config, shares or {}
         self.parameters = dict(named_parameters)
         self._weights = {name: (weights or {}).get(name, p.dtype) for name, p in named_parameters}
+        self._sums: dict[str, Tensor] = {}
+        """fp32 gradients of parameters whose weights are not fp32."""
         self.masters: dict[str, Tensor] = {}
         for name, parameter in named_parameters:
-            if self._weights[name] == torch.float32:
+            if self._weights[name] != torch.float32:
+                parameter.register_post_accumulate_grad_hook(self._add_to(name))
+            if not self._owns(name):
+                continue
+            if self._weights[name] == torch.float32 and not config.offload_optimizer:
                 self.masters[name] = parameter
             else:
-                self.masters[name] = parameter.detach().to(torch.float32, copy=True).requires_grad_()
-                parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
+                device = "cpu" if config.offload_optimizer else parameter.device
+                self.masters[name] = parameter.detach().to(device, torch.float32, copy=True).requires_grad_()
         decayed = [m for m in self.masters.values() if m.dim() > 1]
         others = [m for m in self.masters.values() if m.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -52,6 +75,25 @@ class MasterAdamW:
             }
         self._round_masters()
 
+    def _owns(self, name: str) -> bool:
+        return name not in self.shares or self.shares[name].owner == dist.get_rank()
+
+    def _add_to(self, name: str) -> Any:
+        """A hook that moves a parameter's gradient into its fp32 sum."""
+
+        def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if name in self._sums:
+                self._sums[name].add_(parameter.grad)
+            else:
+                self._sums[name] = parameter.grad.float()
+            parameter.grad = None
+
+        return accumulate
+
+    def _gradient(self, name: str) -> Tensor | None:
+        return self.parameters[name].grad if self._weights[name] == torch.float32 else self._sums.get(name)
+
     def lr(self, step: int) -> float:
         """Learning rate of step `step` (the first is 0): linear warmup, then constant."""
         return self.config.lr * min(1.0, (step + 1) / max(1, self.config.lr_warmup_steps))
@@ -62,27 +104,40 @@ class MasterAdamW:
             parameter.grad = None
         for master in self.masters.values():
             master.grad = None
+        self._sums.clear()
 
     def gradients(self) -> dict[str, Tensor]:
         """The fp32 gradient of every parameter, live; zeros where there is none yet."""
         gradients: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master, requires_grad=False)
-            gradients[name] = master.grad
+        for name, parameter in self.parameters.items():
+            gradient = self._gradient(name)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                if self._weights[name] == torch.float32:
+                    parameter.grad = gradient
+                else:
+                    self._sums[name] = gradient
+            gradients[name] = gradient
         return gradients
+
+    def _present(self) -> list[Tensor]:
+        gradients = [self._gradient(name) for name in self.parameters]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients, in fp32."""
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        gradients = self._present()
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item() if gradients else 0.0
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients by their global norm and apply them. The caller has checked that the norm is finite."""
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         if grad_norm > self.config.max_grad_norm:
-            torch._foreach_mul_(gradients, self.config.max_grad_norm / grad_norm)
+            torch._foreach_mul_(self._present(), self.config.max_grad_norm / grad_norm)
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                gradient = self._gradient(name)
+                master.grad = None if gradient is None else gradient.to(master.device)
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
@@ -96,8 +151,11 @@ class MasterAdamW:
 
     def _round_masters(self) -> None:
         for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.data.copy_(self.masters[name].detach().to(self._weights[name]))
+            master = self.masters.get(name)
+            if master is not None and master is not parameter:
+                parameter.data.copy_(master.detach().to(self._weights[name]))
+        for name, share in self.shares.items():
+            dist.broadcast(self.parameters[name].data, share.owner, group=share.group)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name; live tensors, valid until the next step."""
@@ -117,17 +175,3 @@ class MasterAdamW:
         for key, value in own.items():
             value.copy_(tensors[key])
         self._round_masters()
-
-
-def _add_to(master: Tensor):
-    """A hook that moves a parameter's gradient into its master's fp32 one."""
-
-    def accumulate(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return accumulate

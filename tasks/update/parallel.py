@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasks.update.loss import LARGEST, LossSums
-from tasks.update.optimizer import MasterAdamW
+from tasks.update.optimizer import MasterAdamW, Share
 
 
 class Ranks:
@@ -44,6 +44,27 @@ class Ranks:
         squares = sum((gradient.double().square().sum() for gradient in counted), torch.zeros((), dtype=torch.double))
         dist.all_reduce(squares)
         return float(squares.sqrt())
+
+    def shares(self) -> dict[str, Share]:
+        """Of each parameter that several processes hold alike: the one that keeps its optimizer state, by size in turn."""
+        if self.alone:
+            return {}
+        from megatron.core import parallel_state
+
+        groups = {
+            True: parallel_state.get_data_parallel_group(),
+            False: parallel_state.get_expert_data_parallel_group(),
+        }
+        members = {dense: dist.get_process_group_ranks(group) for dense, group in groups.items()}
+        load = dict.fromkeys(range(dist.get_world_size()), 0)
+        shares: dict[str, Share] = {}
+        for name, parameter in sorted(self.parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
+            dense = self._is_dense(name)
+            if len(members[dense]) > 1:
+                owner = min(members[dense], key=lambda rank: (load[rank], rank))
+                load[owner] += parameter.numel()
+                shares[name] = Share(owner, groups[dense])
+        return shares
 
     def total(self, sums: LossSums) -> LossSums:
         """The sums of all processes' tokens; a token counts once, where the last pipeline stage has computed it."""

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from infra.adapters import LoraConfig
 from infra.artifacts import ArtifactRef, open_artifact
+from infra.mxfp8 import Mxfp8Config
 from infra.run import Stage
 from infra.store import Store
 from tasks.update.config import UpdateConfig, WarmStartConfig
@@ -25,8 +27,23 @@ if TYPE_CHECKING:
 class ResidentTrainer:
     """A trainer that knows which update it stands at."""
 
-    def __init__(self, model: str, config: dict[str, Any], seed: int, store: str, checkpoints: str):
-        self._arguments = (model, UpdateConfig.model_validate(config), seed)
+    def __init__(
+        self,
+        model: str,
+        config: dict[str, Any],
+        seed: int,
+        store: str,
+        checkpoints: str,
+        lora: dict[str, Any] | None = None,
+        mxfp8: dict[str, Any] | None = None,
+    ):
+        self._arguments = (
+            model,
+            UpdateConfig.model_validate(config),
+            seed,
+            None if lora is None else LoraConfig.model_validate(lora),
+            None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
+        )
         self.store, self.checkpoints = store, checkpoints
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -46,8 +63,12 @@ class ResidentTrainer:
         self.trainer = make_trainer(*self._arguments)
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(Hugging Face name, tensor) of the policy."""
+        """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
         return self.trainer.export()
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
+        return self.trainer.adapter_config()
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """The policy's logprob of each token but the first."""
@@ -100,7 +121,7 @@ class ResidentTrainer:
         self.position = None
         artifact = open_artifact(scored)
         if scored.kind == "demonstrations":
-            model, _, seed = self._arguments
+            model, _, seed, *_ = self._arguments
             settings = WarmStartConfig.model_validate(artifact.metadata["settings"])
             return warm_start(self.trainer, model, artifact.table("demonstrations"), settings, seed)
         return self.trainer.update(artifact.table("scored"))

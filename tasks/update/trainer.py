@@ -10,13 +10,19 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from infra.adapters import LoraConfig, peft_config
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
+from infra.tensors import checkpoint_shapes
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
+from tasks.update.corrections import kept_sequences
 from tasks.update.forward import PolicyForward
+from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
+from tasks.update.mxfp8 import check_device, count_layers, emulate, megatron_settings
 from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
 from tasks.update.packing import Microbatch, pack
 from tasks.update.parallel import Ranks
@@ -29,18 +35,43 @@ class Trainer:
     step: int
     """Updates made, those without anything to train on included."""
 
-    def __init__(self, model_dir: str, config: UpdateConfig, seed: int):
-        """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's."""
+    def __init__(
+        self,
+        model_dir: str,
+        config: UpdateConfig,
+        seed: int,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
+    ):
+        """Load the Hugging Face folder `model_dir`; the reference policy (if kl_coef > 0) is always this folder's.
+
+        With `lora` only an adapter is trained, and is all that the state has. With `mxfp8` versions hold elements and
+        scales, and the model computes with them.
+        """
         self.config = config
         self.step = 0
-        self.model = load_policy(model_dir, resolve_precision(config.precision), config, seed)
-        self.forward = PolicyForward(self.model, config)
-        parameters = self.model.parameters()
-        dtypes = self.model.weight_dtypes(config.weights)
-        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes)
+        precision = resolve_precision(config.precision)
+        self._quantised: list[str] = []
+        settings: dict[str, Any] = {}
+        if mxfp8 is not None:
+            check_device(mxfp8)
+            shapes = checkpoint_shapes(model_dir)
+            self._quantised = quantized_names(shapes, mxfp8)
+            settings = megatron_settings(mxfp8, count_layers(shapes))
+        self.model = load_policy(model_dir, precision, config, seed, settings)
+        emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
+        self._rounded = emulate(self.model, set(self._quantised)) if emulated else []
+        native = mxfp8 is not None and mxfp8.train and not mxfp8.emulation
+        self.forward = PolicyForward(self.model, config, mxfp8.sequence_multiple if mxfp8 and native else 1)
+        self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
+        parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
+        dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
         self.ranks = Ranks(parameters)
+        shares = self.ranks.shares() if config.shard_optimizer else {}
+        self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes, shares)
+        self._masked_sequences = 0  # of the last step
         self._reference: dict[str, Tensor] | None = None
-        if config.kl_coef > 0:
+        if config.kl_coef > 0 and self.adapter is None:
             self._reference = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, batch: pa.Table) -> dict[str, float]:
@@ -113,6 +144,7 @@ class Trainer:
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
             if apply:
                 self.optimizer.step(lr, grad_norm)
+                self._forget_rounded()
                 balance(self.model.gpts, self.config.router_bias_rate)
         finally:
             self.optimizer.zero_grad()
@@ -134,7 +166,7 @@ class Trainer:
         """Accumulate the step's gradient; the sums of this process's tokens. The reference replays the same routes: the
         penalty then compares weights, not choices of experts."""
         references: Sequence[Tensor | None] = [None] * len(microbatches)
-        if self._reference is not None:
+        if self.config.kl_coef > 0:
             with self._reference_weights():
                 references = list(self.forward.logprobs(microbatches, self.config.temperature))
         config = LossConfig(
@@ -142,8 +174,10 @@ class Trainer:
             clip_eps_high=self.config.clip_eps_high,
             kl_coef=self.config.kl_coef,
             kl_estimator=self.config.kl_estimator,
+            correction=self.config.correction,
             denominator=denominator,
         )
+        kept, self._masked_sequences = self._kept_tokens(microbatches)
 
         def chunk_loss(index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
             microbatch, reference_N = microbatches[index], references[index]
@@ -154,15 +188,37 @@ class Trainer:
                     advantages=microbatch.advantages_N[at].to(logprobs_C.device),
                     entropy=entropy_C,
                     reference_logprobs=None if reference_N is None else reference_N[at],
+                    kept=None if kept is None else kept[index][at],
                 ),
                 config,
             )
 
         return self.forward.backward(microbatches, chunk_loss)
 
+    def _kept_tokens(self, microbatches: list[Microbatch]) -> tuple[list[Tensor] | None, int]:
+        """With a sequence mask: for each microbatch 1 for loss tokens of responses that count, else 0, float32 [N];
+        and how many responses do not count."""
+        if self.config.correction.sequences == "none":
+            return None, 0
+        kept, dropped = [], 0
+        logprobs = self.forward.logprobs(microbatches, self.config.temperature)
+        for microbatch, logprobs_N in zip(microbatches, logprobs, strict=True):
+            lengths = [sample.loss_tokens for sample in microbatch.samples]
+            difference_N = logprobs_N - microbatch.rollout_logprobs_N.to(logprobs_N.device)
+            counts = kept_sequences(difference_N.split(lengths), self.config.correction)
+            dropped += counts.count(False)
+            kept.append(
+                torch.repeat_interleave(torch.tensor(counts).float(), torch.tensor(lengths)).to(logprobs_N.device)
+            )
+        return kept, dropped
+
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         """Inside, the model computes with the initial weights; nothing is copied."""
+        if self.adapter is not None:
+            with self.adapter.disabled():
+                yield
+            return
         assert self._reference is not None
         parameters = self.model.parameters()
         current = {name: parameter.data for name, parameter in parameters.items()}
@@ -201,6 +257,10 @@ class Trainer:
             "ratio_mean": sums.ratio / tokens,
             "ratio_max": sums.ratio_max,
             "k3_mean": sums.k3 / tokens,
+            "correction_weight_mean": sums.weight / tokens if sums.tokens else 1.0,
+            "truncated_fraction": sums.truncated / tokens,
+            "masked_fraction": sums.masked / tokens,
+            "masked_sequences": float(self._masked_sequences),
             "logprob_diff_max": sums.logprob_diff_max,
             "loss_tokens": float(denominator),
             "model_tokens": float(sum(len(microbatch.tokens_S) for microbatch in microbatches)),
@@ -223,8 +283,22 @@ class Trainer:
         return [results.get(row, []) for row in range(len(sequences))]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update."""
-        return self.model.export()
+        """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update.
+
+        With an adapter: that alone, by PEFT's names. In MXFP8: elements and scales (infra/mxfp8.py).
+        """
+        if self.adapter is not None:
+            return iter(self.adapter.export().items())
+        return quantize_tensors(self.model.export(), self._quantised)
+
+    def adapter_config(self) -> dict[str, Any] | None:
+        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
+        adapter = self.adapter
+        return None if adapter is None else peft_config(adapter.config, adapter.names, self.model.folder)
+
+    def _forget_rounded(self) -> None:
+        for weight in self._rounded:
+            weight.forget()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
@@ -240,6 +314,7 @@ class Trainer:
             raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
         buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self.model.buffers().items()}
         self.optimizer.load_state(tensors)
+        self._forget_rounded()
         for buffer, saved in buffers.values():
             buffer.copy_(saved)
         torch.set_rng_state(tensors["rng"])

@@ -34,24 +34,6 @@ def refuse(engine: Counter) -> None:
     raise BadInput("amount: must be positive")
 
 
-def sum_of_ranks(engine: Counter) -> tuple[int, int]:
-    """(this rank, the sum of rank + 1 over all ranks)."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    total = torch.tensor(dist.get_rank() + 1)
-    dist.all_reduce(total)
-    return dist.get_rank(), int(total)
-
-
-def fail_on_rank_1(engine: Counter) -> None:
-    if os.environ["RANK"] == "1":
-        raise BadInput("rank 1 cannot")
-    time.sleep(60)  # as in a collective that rank 1 will never join
-
-
 def sleep(engine: Counter, seconds: float) -> None:
     time.sleep(seconds)
 
@@ -63,13 +45,9 @@ def ray_session():
     stop_ray()
 
 
-def engine(name: str, processes: int = 1) -> Engine:
+def engine(name: str) -> Engine:
     here = "tests.integration.test_actors"
-    return Engine(
-        EngineSpec(
-            name=name, factory=f"{here}:Counter", settings={"start": 10}, follow=f"{here}:follow", processes=processes
-        )
-    )
+    return Engine(EngineSpec(name=name, factory=f"{here}:Counter", settings={"start": 10}, follow=f"{here}:follow"))
 
 
 VERSION = ArtifactRef(kind="policy", uri="file:///store/policy", digest="blake3:00")
@@ -98,15 +76,6 @@ def test_a_killed_engine_is_reported_and_the_next_call_gets_a_new_one_at_the_ver
     assert count == 10
     assert followed == [VERSION.digest]
     assert new_pid != pid
-
-
-def test_an_engine_of_two_processes_answers_as_one_and_a_failing_rank_does_not_hang_the_other(monkeypatch):
-    monkeypatch.setattr("infra.actors.GRACE_S", 1.0)
-    handle = engine("ranks", processes=2)
-    assert handle.call("tests.integration.test_actors:sum_of_ranks") == (0, 3)
-    with pytest.raises(BadInput, match="rank 1 cannot"):
-        handle.call("tests.integration.test_actors:fail_on_rank_1", timeout_s=50)
-    assert handle.call("tests.integration.test_actors:sum_of_ranks") == (0, 3)  # by two new processes
 
 
 def test_bad_input_keeps_its_type_and_message_across_the_process_border():

@@ -17,20 +17,43 @@ def dense(folder: Path, seed: int = 0) -> Path:
     return _save(LlamaForCausalLM, config, folder, seed)
 
 
-def experts(folder: Path, seed: int = 0) -> Path:
+def wide_experts(folder: Path, seed: int = 0) -> Path:
+    """`experts` of a size that MXFP8 takes."""
+    return experts(folder, seed, width=64)
+
+
+def experts(folder: Path, seed: int = 0, width: int = 48) -> Path:
     """A Qwen3 with 8 experts, 2 a token; their size is no multiple of 32, so that vLLM's CPU kernel pads them."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         **_COMMON,
         intermediate_size=96,
-        moe_intermediate_size=48,
+        moe_intermediate_size=width,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         tie_word_embeddings=False,
     )
     return _save(Qwen3MoeForCausalLM, config, folder, seed)
+
+
+def beam(folder: Path, seed: int = 0) -> Path:
+    """The small Beam, in fp32."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from infra.models.beam.register import register
+    from infra.models.beam.tiny import write_beam_tiny
+
+    register()
+    write_beam_tiny(folder, seed)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return folder
 
 
 _COMMON: dict[str, Any] = {

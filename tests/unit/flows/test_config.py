@@ -86,3 +86,42 @@ def test_importing_a_flow_loads_no_engine():
     assert output.strip() == "[]", (
         f"a flow must hold no weights, and start in seconds ({time.monotonic() - started:.0f} s)"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision=mxfp8"], r"engines without GPUs have no MXFP8 units; set mxfp8\.emulation to true"),
+        (["precision=fp8"], r"precision: Input should be 'bf16' or 'mxfp8'"),
+        (["policy=lora", "lora.rank=1024"], r"lora\.rank: .*less than or equal to 512"),
+        (["policy=lora", "lora.targets=[]"], r"lora\.targets: name at least one module"),
+        (["policy=lora", "lora.experts=shared_outer"], r"needs Megatron's grouped experts, which need a GPU"),
+        (["policy=lora", "update.router_bias_rate=0.1"], r"changes the base model's routers"),
+    ],
+)
+def test_an_impossible_policy_or_precision_is_refused(overrides: list[str], message: str):
+    with pytest.raises(BadInput, match=message):
+        load_config("smollm2-cpu", overrides)
+
+
+def test_what_does_not_fit_the_model_is_refused_before_anything_starts(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    shapes = {"self_attn.q_proj": (64, 48), "mlp.up_proj": (64, 64)}
+    tensors = {f"model.layers.0.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_config("smollm2-cpu", ["policy=lora", "lora.targets=[linear_fc1]"]).check_model(tmp_path)
+    with pytest.raises(BadInput, match=r"lora\.targets: 'linear_fc2' matches no module of the model"):
+        load_config("smollm2-cpu", ["policy=lora", "lora.targets=[linear_fc1, linear_fc2]"]).check_model(tmp_path)
+    with pytest.raises(BadInput, match=r"q_proj\.weight is \[64, 48\], and both dimensions must be divisible by 32"):
+        load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true"]).check_model(tmp_path)
+
+
+def test_the_probe_allows_what_a_precision_lets_trainer_and_engine_differ_by():
+    def tolerance(*overrides: str) -> float:
+        return load_config("smollm2-cpu", list(overrides)).sync.tolerance
+
+    mxfp8 = ("precision=mxfp8", "mxfp8.emulation=true")
+    assert tolerance() < tolerance(*mxfp8) < tolerance(*mxfp8, "mxfp8.train=false")
+    assert tolerance(*mxfp8, "sync.probe_tolerance=0.1") == 0.1

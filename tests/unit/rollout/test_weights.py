@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from infra.errors import BadInput
-from tasks.rollout.weights import checkpoint_shapes, collect
+from infra.tensors import checkpoint_shapes
+from tasks.rollout.weights import collect
 
 EXPECTED = {"a": (2, 3), "b": (4,)}
 

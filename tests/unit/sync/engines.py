@@ -22,6 +22,9 @@ class TensorTrainer:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()
 
+    def adapter_config(self) -> dict[str, Any] | None:
+        return None
+
 
 class TensorEngine:
     """Holds a policy as the rollout engine does: in slots, in `dtype` (None: each tensor's own), patched in place."""

@@ -84,3 +84,19 @@ def test_a_state_of_another_model_changes_nothing():
     with pytest.raises(RuntimeError, match=r"master\.p is torch.float32 \(3,\)"):
         optimizer.load_state(other.state())
     assert optimizer.masters["p"].item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_state_gives_the_same_weights_bit_for_bit(dtype):
+    results = []
+    for offload in (False, True):
+        p = parameter(1.25, dtype, (3, 3))
+        optimizer = MasterAdamW([("p", p)], UpdateConfig(lr=1e-2, weight_decay=0.1, offload_optimizer=offload))
+        for gradient in (1.0, -0.3, 0.7):
+            backward(p, gradient)
+            optimizer.step(1e-2, optimizer.grad_norm())
+            optimizer.zero_grad()
+        assert (optimizer.masters["p"] is p) == (not offload and dtype == torch.float32)
+        results.append((p.detach().clone(), optimizer.state()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())

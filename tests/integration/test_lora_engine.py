@@ -1,0 +1,128 @@
+"""An adapter in the rollout engine, on real vLLM: the numbers of the merged model, replaced in place, never scaled twice."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra import records
+from infra.adapters import PREFIX, LoraConfig, merged, peft_config
+from infra.errors import BadInput
+from tasks.rollout.engine import RolloutEngine
+from tests.integration import tiny_models
+from tests.integration.test_rollout_engine import PROBE, PROMPTS, SETTINGS
+
+TARGETS = ("linear_qkv", "linear_gate", "linear_proj", "linear_fc1", "linear_fc2")
+LORA = LoraConfig(rank=4, alpha=8, targets=TARGETS)
+LINEAR = re.compile(r".*\.(?:q|k|v|o|gate|up|down)_proj\.weight")
+
+
+class Model:
+    """A model folder, and an engine of it that serves an adapter."""
+
+    def __init__(self, kind: str, root: Path):
+        self.folder = getattr(tiny_models, kind)(root / "model", 0)
+        self.base = load_file(self.folder / "model.safetensors")
+        self.engine = RolloutEngine(str(self.folder), SETTINGS, LORA)
+
+    def adapter(self, seed: int, rank: int = LORA.rank) -> dict[str, torch.Tensor]:
+        """Random; gate and up of odd seeds have one A, as the trainer's."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight in self.base.items():
+            if not LINEAR.fullmatch(name):
+                continue
+            path = PREFIX + name.removesuffix(".weight")
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
+            tensors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=generator) * 0.2
+        for name in [n for n in tensors if seed % 2 and "up_proj.lora_A" in n]:
+            tensors[name] = tensors[name.replace("up_proj", "gate_proj")]
+        return tensors
+
+    def apply(self, seed: int) -> list[list[float]]:
+        tensors = self.adapter(seed)
+        self.engine.apply_adapter(tensors, peft_config(LORA, tensors), f"adapter-{seed}")
+        return self.engine.token_logprobs(PROBE)
+
+    def by_transformers(self, seed: int, folder: Path) -> list[torch.Tensor]:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(self.folder).config.save_pretrained(folder)
+        whole = merged(self.base.items(), self.adapter(seed), LORA.alpha / LORA.rank)
+        save_file({n: t.contiguous() for n, t in whole}, folder / "model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        results = []
+        for ids in PROBE:
+            table = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            results.append(table.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0])
+        return results
+
+
+@pytest.fixture(scope="module", params=["dense", "experts", "beam"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    made = Model(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.engine.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_adapter_gives_the_merged_model_s_logprobs(model: Model, tmp_path: Path, seed: int):
+    served = model.apply(seed)
+    for own, other in zip(served, model.by_transformers(seed, tmp_path), strict=True):
+        torch.testing.assert_close(torch.tensor(own), other, rtol=1e-4, atol=2e-4)
+
+
+def test_adapters_replace_each_other_and_are_scaled_once(model: Model):
+    first = model.apply(1)
+    assert model.apply(2) != first
+    assert model.apply(1) == first
+    tensors = model.adapter(1)
+    for _ in range(2):  # the same tensors again
+        model.engine.apply_adapter(tensors, peft_config(LORA, tensors), "again")
+    assert model.engine.token_logprobs(PROBE) == first
+    assert len(model.engine._llm.llm_engine.list_loras()) == 1
+
+
+def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(model: Model):
+    model.apply(2)
+    table, _ = model.engine.sample(PROMPTS, seed=1)
+    assert set(table["policy_version"].to_pylist()) == {"adapter-2"}
+    for row in table.to_pylist():
+        scored = model.engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
+        assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
+    if model.engine._routes:
+        routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
+        assert routes is not None and len(routes.layers) == 3 and routes.mask[:-1].all()
+        assert routes.experts.shape[-1] in (2, 4) and len(np.unique(routes.experts[routes.mask])) > 2
+
+
+def test_requests_with_and_without_the_adapter_share_a_batch(model: Model):
+    from vllm import SamplingParams
+
+    adapted = model.apply(1)
+    request, model.engine._lora_request = model.engine._lora_request, None
+    base = model.engine.token_logprobs(PROBE)
+    model.engine._lora_request = request
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    model.engine._llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": ids} for ids in PROBE[:2] * 2]
+    outputs = model.engine._llm.generate(
+        prompts, [params] * 4, use_tqdm=False, lora_request=[request, None, None, request]
+    )
+    for output, ids, expected in zip(outputs, PROBE[:2] * 2, [adapted[0], base[1], base[0], adapted[1]], strict=True):
+        found = [e[token].logprob for token, e in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        assert np.allclose(found, expected, atol=1e-3)
+
+
+def test_what_does_not_fit_is_refused_and_the_policy_stays(model: Model):
+    before = model.apply(1)
+    high = model.adapter(1, rank=9)
+    with pytest.raises(BadInput, match="rank 9, but the engine was started for rank 8"):
+        model.engine.apply_adapter(high, peft_config(LORA, high), "high")
+    with pytest.raises(BadInput, match="takes versions of form adapter"):
+        model.engine.apply(model.base.items(), "full")
+    assert model.engine.token_logprobs(PROBE) == before and model.engine.version == "adapter-1"
