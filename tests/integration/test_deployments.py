@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
+from flows.config import PROFILES
 from flows.failures import default_run
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Run
@@ -53,11 +54,9 @@ def deployments(service: Service) -> dict[str, Any]:
 
 def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(service: Service):
     found = deployments(service)
-    assert set(found) == {
-        "prepare/addition", "train/smollm2-cpu", "evaluate/smollm2-cpu", "publish/smollm2-cpu",
-        "train/smollm2-gpu", "evaluate/smollm2-gpu", "publish/smollm2-gpu",
-        "train/beam-tiny-cpu", "evaluate/beam-tiny-cpu", "publish/beam-tiny-cpu",
-    }  # fmt: skip
+    profiles = {path.stem for path in PROFILES.glob("*.yaml")}
+    flows = ("train", "evaluate", "publish")
+    assert set(found) == {"prepare/addition"} | {f"{flow}/{profile}" for flow in flows for profile in profiles}
     train = found["train/smollm2-cpu"]
     assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
     assert train.global_concurrency_limit.limit == 1
