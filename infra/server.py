@@ -157,10 +157,12 @@ def main() -> None:
             print(f"server     {server.ui_url}\nworker     pool local, log {server.home}/worker.log")
             print(f"in other shells:\nexport PREFECT_API_URL={server.api_url}")
             print("prefect deployment run train/smollm2-cpu\n# Ctrl-C ends server and worker", flush=True)
-            while all(process.poll() is None for process in server.processes.values()):
+            while server.processes["server"].poll() is None:
                 threading.Event().wait(1)
-            ended = [name for name, process in server.processes.items() if process.poll() is not None]
-            sys.exit(f"error: the {ended[0]} has ended; see {server.home}/{ended[0]}.log")
+                if server.processes["worker"].poll() is not None:
+                    print(f"the worker has ended (see {server.home}/worker.log); a new one is started", flush=True)
+                    server.start_worker()
+            sys.exit(f"error: the server has ended; see {server.home}/server.log")
     except KeyboardInterrupt:
         pass
     except (BadInput, Transient) as error:

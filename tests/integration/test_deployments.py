@@ -14,11 +14,13 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
+from flows.config import PROFILES
 from flows.failures import default_run
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Run
 from infra.server import HOST, LocalPrefect
 from infra.store import Store
+from tests.integration.browser import chromium, screenshot
 from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
 from tests.models import write_tiny_llama
 
@@ -52,11 +54,9 @@ def deployments(service: Service) -> dict[str, Any]:
 
 def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(service: Service):
     found = deployments(service)
-    assert set(found) == {
-        "prepare/addition", "train/smollm2-cpu", "evaluate/smollm2-cpu", "publish/smollm2-cpu",
-        "train/smollm2-gpu", "evaluate/smollm2-gpu", "publish/smollm2-gpu",
-        "train/beam-tiny-cpu", "evaluate/beam-tiny-cpu", "publish/beam-tiny-cpu",
-    }  # fmt: skip
+    profiles = {path.stem for path in PROFILES.glob("*.yaml")}
+    flows = ("train", "evaluate", "publish")
+    assert set(found) == {"prepare/addition"} | {f"{flow}/{profile}" for flow in flows for profile in profiles}
     train = found["train/smollm2-cpu"]
     assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
     assert train.global_concurrency_limit.limit == 1
@@ -169,7 +169,8 @@ def test_a_run_tells_its_versions_and_its_end_and_where_its_policy_comes_from(sm
     run, dataset = trained
     name = default_run(str(run.id))
     committed = small.events("policy.committed")
-    assert {event["payload"]["version"] for event in committed} == set(range(1, 9))
+    versions = {event["payload"]["version"] for event in committed}
+    assert {6, 7, 8} <= versions <= set(range(1, 9)), "a killed process takes its last events with it, no others"
     (finished,) = small.until("run.finished", lambda: small.events("run.finished"))
     assert finished["resource"]["prefect.resource.id"] == f"policyflow.run.{name}"
     assert finished["payload"]["steps"] == 8
@@ -216,8 +217,59 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     small.until("its processes are gone", lambda: not processes_of(run), 60)
     small.until(
         "its slot is free",
-        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 30,
+        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
     )  # fmt: skip
+
+
+def test_a_person_starts_a_run_by_the_form_and_sees_its_graph_and_artifacts(small: Service):
+    prepare = small.client.read_deployment_by_name("prepare/addition")
+    with chromium() as page:
+        page.goto(f"{small.prefect.ui_url}/deployments/deployment/{prepare.id}/run")
+        page.get_by_text("Where prompts come from").wait_for()
+        page.locator("input").first.fill("started-by-the-form")
+        areas = [page.locator("textarea").nth(index) for index in range(page.locator("textarea").count())]
+        names = [
+            area for area in areas if area.input_value() == "addition"
+        ]  # the dataset's name, as the event gives it
+        names[-1].fill("named-in-the-form")
+        screenshot(page, "form")
+        page.get_by_role("button", name="Submit").click()
+        started = small.until(
+            "the form's run is there",
+            lambda: next(
+                (r for r in small.runs_of("prepare") if r.parameters.get("name") == "named-in-the-form"), None
+            ),
+        )
+        ended = small.wait(started)
+        assert ended.state and ended.state.is_completed(), ended.state
+        page.goto(f"{small.prefect.ui_url}/runs/flow-run/{started.id}")
+        page.get_by_text("2 Task runs").wait_for()
+        assert page.locator("canvas").evaluate("graph => graph.width * graph.height") > 0
+        page.wait_for_timeout(1500)  # the graph is drawn, not written: the screenshot shows it
+        screenshot(page, "run")
+        page.get_by_text("Artifacts", exact=True).click()
+        page.get_by_text("named-in-the-form-dataset").first.click()
+        page.get_by_text("the first prompts of train").wait_for()
+        screenshot(page, "artifact")
+
+
+def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, trained: tuple):
+    train = small.client.read_deployment_by_name("train/smollm2-cpu")
+    run, _ = trained
+    with chromium() as page:
+        page.goto(f"{small.prefect.ui_url}/deployments/deployment/{train.id}")
+        page.get_by_text("nightly").wait_for()
+        page.get_by_text("policyflow: train smollm2-cpu on a finished dataset").wait_for()
+        screenshot(page, "deployment")
+        curves = small.client.request("GET", f"/artifacts/{default_run(str(run.id))}-curves/latest").json()
+        page.goto(f"{small.prefect.ui_url}/artifacts/artifact/{curves['id']}")
+        page.locator("img").first.wait_for()
+        assert page.locator("img").first.evaluate("picture => picture.naturalWidth") == 640
+        screenshot(page, "curves")
+        page.goto(f"{small.prefect.ui_url}/runs/flow-run/{run.id}")
+        page.get_by_text("Task runs").first.wait_for()
+        page.wait_for_timeout(1500)
+        screenshot(page, "training")
 
 
 def test_no_secret_is_in_the_database_the_logs_or_the_store(small: Service, trained: tuple):
