@@ -115,10 +115,17 @@ class ArtifactWriter:
     def __enter__(self) -> "ArtifactWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         try:
             if error is None:
                 self._commit()
+                return False
+            # A racing writer that has won sweeps the others' files, maybe while they are being written.
+            return isinstance(error, FileNotFoundError) and self._adopt() is not None
+        except FileNotFoundError:
+            if self._adopt() is None:
+                raise
+            return False
         finally:
             self._pool.shutdown(wait=True)
             if self._is_garbage:
@@ -144,13 +151,19 @@ class ArtifactWriter:
             self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
             self._sweep()
             return
-        winner = _read_manifest(self.store)
-        self._is_garbage, self.adopted = True, True
+        winner = self._adopt()
         if winner is None:
             raise Transient(f"{self.store.url} was committed by another writer and deleted at once")
-        self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
+
+    def _adopt(self) -> Manifest | None:
+        """Take the artifact of the writer that was first as this one's; None when there is none."""
+        winner = _read_manifest(self.store)
+        if winner is not None:
+            self._is_garbage, self.adopted = True, True
+            self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
+        return winner
 
     def _sweep(self) -> None:
         """Drop what writers that died, or will lose, left under this key."""

@@ -5,7 +5,9 @@ fresh engine starts from and a warm one passes by. The policy digest is a proper
 have equal digests, however they are sharded, named in the store, or come by. It is the `policy_version` of rollouts.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 KIND = "policy"
 _FILES = "model"
+_DECODERS = 2
 
 
 class TensorInfo(Frozen):
@@ -138,6 +141,7 @@ def write_full(
     extra = _own(metadata)
     if mirror is not None:
         mirror.ref = None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -150,7 +154,7 @@ def write_full(
             tensors=placed, policy_digest=policy_digest(placed), adapter_config=adapter_config,
         )  # fmt: skip
         _say(writer, what)
-    _settle(mirror, writer.ref, what.policy_digest)
+    _settle(mirror, writer.ref, what)
     return writer.ref
 
 
@@ -182,6 +186,7 @@ def write_delta(
     size = sum(parent.tensor(name).nbytes for name in parent.names)
     extra = _own(metadata)
     ref, parent.ref = parent.ref, None
+    what: PolicyVersion | None = None
     with store.write(
         key, KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance
     ) as writer:
@@ -219,7 +224,7 @@ def write_delta(
             frames=delta.frames, tensors=infos, policy_digest=policy_digest(infos),
         )  # fmt: skip
         _say(writer, what)
-    _settle(parent, writer.ref, what.policy_digest)
+    _settle(parent, writer.ref, what)
     return writer.ref
 
 
@@ -235,9 +240,9 @@ def _own(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(metadata or {})
 
 
-def _settle(mirror: "Mirror | None", ref: ArtifactRef, digest: str) -> None:
-    """The mirror is the committed version, unless another writer's was, with other weights."""
-    if mirror is not None and describe(ref).policy_digest == digest:
+def _settle(mirror: "Mirror | None", ref: ArtifactRef, what: PolicyVersion | None) -> None:
+    """The mirror is the committed version, unless another writer's was, with other weights or before all was written."""
+    if mirror is not None and what is not None and describe(ref).policy_digest == what.policy_digest:
         mirror.ref = ref
 
 
@@ -327,19 +332,31 @@ def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, PolicyVersion]] |
 def changes(ref: ArtifactRef, what: PolicyVersion, old: "Callable[[str], ndarray]") -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
 
-    One file of coded changes and one frame's tensors are in memory at a time. Raises Corrupted.
+    Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
+    a time. Raises Corrupted.
     """
     from infra.codec import frame
     from infra.codec.layout import layout_of
 
-    artifact, file, data = open_artifact(ref), None, memoryview(b"")
-    for entry in what.frames or []:
-        if entry.file != file:
-            file, data = entry.file, memoryview(artifact.buffer(entry.file))
+    artifact, frames = open_artifact(ref), what.frames or []
+
+    def decode(entry: Frame, data: memoryview) -> "list[Changes]":
         layout = layout_of(dtype_of(what.tensors[entry.tensors[0]]))
-        words = [old(name) for name in entry.tensors]
-        found = frame.decode(data[entry.offset : entry.offset + entry.bytes], words, layout)
-        yield from zip(entry.tensors, found, strict=True)
+        return frame.decode(data, [old(name) for name in entry.tensors], layout)
+
+    file, data = None, memoryview(b"")
+    running: deque[tuple[Frame, Future[list[Changes]]]] = deque()
+    with ThreadPoolExecutor(_DECODERS, thread_name_prefix="decode") as pool:
+        for entry in frames:
+            if entry.file != file:
+                file, data = entry.file, memoryview(artifact.buffer(entry.file))
+            while len(running) > _DECODERS:
+                done, found = running.popleft()
+                yield from zip(done.tensors, found.result(), strict=True)
+            running.append((entry, pool.submit(decode, entry, data[entry.offset : entry.offset + entry.bytes])))
+        while running:
+            done, found = running.popleft()
+            yield from zip(done.tensors, found.result(), strict=True)
 
 
 def _read_full(ref: ArtifactRef, what: PolicyVersion) -> "Iterator[tuple[str, Tensor]]":

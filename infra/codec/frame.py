@@ -92,6 +92,12 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
         raise Corrupted(f"a frame of weight changes does not fit its parent: {error}") from error
 
 
+def warm_up(layout: Layout) -> None:
+    """Compile the codec for a layout, or load what was compiled on this machine before; seconds, the first time."""
+    old = [np.arange(64, dtype=layout.dtype)]
+    decode(encode(old, [old[0] + old[0] % 3 // 2], layout), old, layout)
+
+
 def _decode_stored(view: memoryview, old: Sequence[np.ndarray], layout: Layout) -> list[Changes]:
     if len(view) != sum(words.nbytes for words in old):
         raise Corrupted("a stored frame of weights does not have its parent's size")

@@ -89,7 +89,8 @@ _THE_STREAM = _Stream()
 
 def _answer_cuda_calls() -> None:
     cuda: Any = torch.cuda
-    cuda.is_available = lambda: False  # vLLM, in the same process, has torch count devices, of which there is one below
+    # With PYTORCH_NVML_BASED_CUDA_CHECK (vLLM sets it, for its children too) torch would believe the device count below.
+    cuda.is_available = lambda: False
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.set_device = lambda device: None

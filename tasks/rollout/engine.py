@@ -68,6 +68,12 @@ class RolloutEngine:
         self.version: str | None = None
         """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
         self._closed = False
+        self._routes = config.routes == "auto" and has_experts(model_dir)
+        if self._routes and config.pipeline_parallel_size > 1:
+            raise BadInput(
+                f"rollout.pipeline_parallel_size {config.pipeline_parallel_size}: vLLM records no routed experts over "
+                "pipeline stages; use rollout.tensor_parallel_size, or set rollout.routes to off"
+            )
         _prepare_environment(config)
         if lora is not None:
             adapter.prepare_environment(lora, config.tensor_parallel_size)
@@ -80,7 +86,6 @@ class RolloutEngine:
 
         self._shapes = checkpoint_shapes(model_dir)
         self._expert_layers = expert_layers(self._shapes)
-        self._routes = config.routes == "auto" and has_experts(model_dir)
         self._lora_request: Any = None
         arguments = engine_arguments(model_dir, config, self._routes)
         if lora is not None:

@@ -1,5 +1,6 @@
 """Trainer side, inside its process: the policy after an update becomes a version in the store."""
 
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,9 +49,14 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     adapter = trainer.adapter_config()
     if parent is None or config.form == "full" or adapter is not None:
         base = policy.describe(parent).policy_digest if parent else None
-        return policy.write_full(
+        ref = policy.write_full(
             store, stage.key, trainer.export(), base=base, parent=parent, adapter_config=adapter, **options
         )
+        if (
+            config.form != "full" and adapter is None
+        ):  # the next version will need the codec: compile it while the engines sample
+            threading.Thread(target=_warm_up, args=(ref,), name="codec", daemon=True).start()
+        return ref
     mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
     if mirror is None or mirror.ref != parent:
         mirror = policy.mirror_of(parent)
@@ -58,3 +64,11 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     ref = policy.write_delta(store, stage.key, trainer.export(), mirror, anchor=anchor, **options)
     trainer.published = mirror
     return ref
+
+
+def _warm_up(ref: ArtifactRef) -> None:
+    from infra.codec import frame
+    from infra.codec.layout import layout_of
+
+    for layout in {layout_of(policy.dtype_of(info)) for info in policy.describe(ref).tensors.values()}:
+        frame.warm_up(layout)

@@ -52,6 +52,8 @@ PAPER_CORES, PAPER_STORE_BYTES_S = 32, 2.5e9
 
 def main() -> dict[str, float]:
     figures: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        frame.warm_up(layout_of(dtype))  # compiling is not what is measured
     for profile in PROFILES:
         name = profile.removesuffix("-cpu").replace("-", "_")
         figures |= {f"{name}_{key}": value for key, value in _pairs(_versions(profile), name).items()}
@@ -247,7 +249,7 @@ def _synthetic(share: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     about the learning rate each, which is sought so that `share` of the elements change."""
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(SYNTHETIC_ELEMENTS, generator=generator).mul_(0.04).bfloat16()
-    ulp = torch.ldexp(torch.ones(()), torch.frexp(old.float())[1] - 8)
+    ulp = torch.ldexp(torch.ones(old.shape), torch.frexp(old.float())[1] - 8)
     master = old.float() + ulp * (torch.rand(old.shape, generator=generator) - 0.5)
     direction = torch.randn(old.shape, generator=generator)
     low, high = 1e-8, 1e-3

@@ -78,7 +78,9 @@ def test_the_forms_have_a_help_text_and_a_default_for_every_setting(service: Ser
         assert schema["properties"], name
         for title, definition in schema["definitions"].items():
             for key, setting in definition.get("properties", {}).items():
-                assert setting.get("description"), f"{name}: {title}.{key} has no help"
+                group = schema["definitions"].get(setting.get("$ref", "").rpartition("/")[2], {})
+                help_text = setting.get("description") or group.get("description")
+                assert help_text, f"{name}: {title}.{key} has no help"
                 required = key in definition.get("required", [])
                 assert required or "default" in setting, f"{name}: {title}.{key} has no default"
 

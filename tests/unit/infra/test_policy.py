@@ -86,10 +86,11 @@ def test_what_is_no_policy_is_refused(file_store: Store) -> None:
 def test_an_adapter_is_a_version_that_goes_with_another(file_store: Store) -> None:
     base = policy.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
     adapter = {"mlp.lora_A": torch.randn(2, 8), "mlp.lora_B": torch.zeros(8, 2)}
-    digest = policy.describe(base).policy_digest
+    digest, settings = policy.describe(base).policy_digest, {"r": 2, "lora_alpha": 4}
     ref = policy.write_full(
-        file_store, "a2", adapter.items(), version=2, step=1, base=digest, form="adapter", parent=base
+        file_store, "a2", adapter.items(), version=2, step=1, base=digest, parent=base, adapter_config=settings
     )
     what = policy.describe(ref)
-    assert (what.form, what.parent, what.base, what.is_full) == ("adapter", base, digest, False)
+    assert (what.form, what.parent, what.base, what.is_full) == ("adapter", base, digest, True)
+    assert what.adapter_config == settings
     assert policy.digest_tensors(policy.read(ref)) == policy.digest_tensors(adapter.items()) == what.policy_digest

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.errors import BadInput
 from infra.records import unpack_routes
 from tasks.rollout.config import RolloutConfig
-from tasks.rollout.engine import expert_layers, has_experts, routes_columns, sample_seed
+from tasks.rollout.engine import RolloutEngine, expert_layers, has_experts, routes_columns, sample_seed
 
 
 def test_every_response_has_a_seed_of_its_own():
@@ -63,6 +64,12 @@ def test_layers_with_experts_are_known_by_the_checkpoints_names():
 def test_a_model_with_routed_experts_is_known_by_its_config(tmp_path: Path, config: dict, expected: bool):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert has_experts(str(tmp_path)) is expected
+
+
+def test_routes_over_pipeline_stages_are_refused_before_anything_is_loaded(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
+    with pytest.raises(BadInput, match=r"pipeline_parallel_size 2.*tensor_parallel_size"):
+        RolloutEngine(str(tmp_path), RolloutConfig(pipeline_parallel_size=2))
 
 
 def test_every_setting_explains_itself():

@@ -1,5 +1,7 @@
 """An engine comes to a version by what changed, and holds it bit for bit."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from infra import policy
 from infra.artifacts import ArtifactRef
 from infra.follow import follow, prefetch
 from infra.run import Run
+from infra.store import Store
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
 from tests.unit.sync.engines import TensorEngine, TensorTrainer
@@ -128,6 +131,30 @@ def test_a_version_is_published_once(chain: Chain) -> None:
     chain.publish(2)
     stage = chain.run.stage("policy", 1, [])
     assert publish(chain.trainer, stage, CONFIG, chain.refs[0]) == chain.refs[1]
+
+
+def test_two_workers_at_once_publish_one_version(chain: Chain) -> None:
+    first, start = chain.publish(), threading.Barrier(4)
+    step(chain.trainer.tensors, 1)
+
+    def work(_: int) -> tuple[ArtifactRef, TensorTrainer]:
+        trainer = TensorTrainer(chain.trainer.tensors)
+        start.wait()
+        return publish(trainer, chain.run.stage("policy", 1, []), CONFIG, first), trainer
+
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(work, range(4)))
+    assert len({ref.digest for ref, _ in done}) == 1
+    store = Store.at(chain.run.store) / "runs/r/steps/00001"
+    assert [key.split("/")[-1] for key in store.keys()].count("manifest.json") == 1
+    step(chain.trainer.tensors, 2)
+    for ref, trainer in done:  # each can go on from it, with the mirror that it has
+        publish(trainer, chain.run.stage("policy", 2, []), CONFIG, ref)
+    engine = TensorEngine(tensors())
+    found = chain.run.stage("policy", 2, []).committed()
+    assert found is not None
+    follow(engine, found)
+    assert held(engine, chain.trainer.tensors) == policy.digest_tensors(chain.trainer.export())
 
 
 def test_an_update_is_prepared_while_the_engine_works(chain: Chain) -> None:
