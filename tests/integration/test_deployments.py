@@ -200,7 +200,7 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     problems = small.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
     output = subprocess.run(
-        [sys.executable, "examples/produce_dataset.py", str(problems), "--store", small.store, "--name", "addition",
+        [sys.executable, "-m", "flows.produce_dataset", str(problems), "--store", small.store, "--name", "addition",
          "--environment", ENVIRONMENT],
         env=small.prefect.environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip

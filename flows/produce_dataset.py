@@ -1,0 +1,35 @@
+"""How another pipeline starts training: it commits a dataset and emits `dataset.ready` with its ref.
+
+    python -m flows.produce_dataset sums.jsonl --store s3://bucket/store --name addition
+
+A line of the file: {"prompt": "What is 3 + 4?", "answer": 7}. The trigger of a train deployment matches on the name.
+PREFECT_API_URL says which Prefect server is told; infra/events.py documents the payload.
+"""
+
+import argparse
+
+from flows.prepare import dataset_of
+from infra.artifacts import open_artifact
+from infra.events import DatasetReady, emit
+from infra.store import Store
+from tasks.dataset.config import DatasetConfig
+
+
+def main() -> None:
+    """Commit the dataset, then tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="problems: JSONL, Parquet or CSV; a path or URL")
+    parser.add_argument("--store", required=True, help="root of the artifact store")
+    parser.add_argument("--name", required=True, help="the dataset's name, which triggers match on")
+    parser.add_argument("--environment", default="addition", help="the environment that scores responses")
+    arguments = parser.parse_args()
+
+    config = DatasetConfig(environment=arguments.environment, source="files", path=arguments.file)
+    dataset = dataset_of(Store.at(arguments.store).url, config)
+    counts = open_artifact(dataset).metadata["prompts"]
+    emit(DatasetReady(name=arguments.name, environment=arguments.environment, dataset=dataset, prompts=counts))
+    print(f"dataset.ready: {dataset.uri}, {counts}")
+
+
+if __name__ == "__main__":
+    main()
