@@ -20,7 +20,9 @@ from infra.store import Buffer
 
 SEGMENT = 1 << 21
 """Words of a segment."""
-_CODED, _STORED = 1, 2
+_ALONE = 1 << 17
+"""Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
+_CODED, _STORED = 3, 2
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and raw bits; segments, table entries, streams
 
 
@@ -51,6 +53,12 @@ def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
     room = SEGMENT
     for index, size in enumerate(sizes):
         begin = 0
+        if size >= _ALONE:
+            if parts:
+                yield _Segment(parts)
+                parts, room = [], SEGMENT
+            yield from (_Segment([(index, at, min(size, at + SEGMENT))]) for at in range(0, size, SEGMENT))
+            continue
         while begin < size:
             end = min(size, begin + room)
             parts.append((index, begin, end))
@@ -84,8 +92,12 @@ def store(new: Sequence[np.ndarray]) -> bytes:
 def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Changes]:
     """What changes in each tensor. Raises Corrupted when the frame does not fit `old`."""
     view = memoryview(frame)
+    if not len(view):
+        raise Corrupted("a frame of weight changes is empty")
     if view[0] == _STORED:
         return _decode_stored(view[1:], old, layout)
+    if view[0] != _CODED:
+        raise Corrupted(f"a frame of weight changes is of kind {view[0]}, which this code does not read")
     try:
         return _Decoder(view, layout).run(old)
     except (struct.error, ValueError, IndexError, zstandard.ZstdError) as error:

@@ -140,7 +140,7 @@ def test_a_damaged_frame_or_another_parent_is_found_or_harmless() -> None:
         frame.decode(data, [words(old)[:100]], layout)
 
 
-@given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(1, 256))
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(1, 255))
 @settings(max_examples=60, deadline=None)
 def test_tokens_of_any_distribution_come_back(values: list[int], alphabet: int) -> None:
     tokens = np.array(values, np.uint8) % alphabet
