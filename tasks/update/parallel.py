@@ -70,10 +70,7 @@ class Ranks:
         """The sums of all processes' tokens; a token counts once, where the last pipeline stage has computed it."""
         if self.alone:
             return sums
-        from megatron.core import parallel_state
-
-        mine = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        mine = mine and parallel_state.get_tensor_model_parallel_rank() == 0
+        mine = self._counts_tokens()
         values = torch.tensor([float(getattr(sums, f.name)) * mine for f in fields(sums)], dtype=torch.double)
         largest = values.clone()
         dist.all_reduce(values)
@@ -83,6 +80,14 @@ class Ranks:
         }
         return LossSums(**total | {"loss": torch.tensor(total["loss"]), "tokens": round(total["tokens"])})
 
+    def count(self, number: int) -> int:
+        """The sum over all processes of a number of samples; each counts as in `total`."""
+        if self.alone:
+            return number
+        total = torch.tensor(number * self._counts_tokens())
+        dist.all_reduce(total)
+        return int(total)
+
     def union(self, results: dict[int, list[float]]) -> dict[int, list[float]]:
         """All processes' entries."""
         if self.alone:
@@ -90,6 +95,12 @@ class Ranks:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, results)
         return {row: values for part in everyone for row, values in part.items()}
+
+    def _counts_tokens(self) -> bool:
+        from megatron.core import parallel_state
+
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        return last and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _is_dense(self, name: str) -> bool:
         return getattr(self.parameters[name], "allreduce", True)

@@ -204,15 +204,17 @@ class Trainer:
             return None, 0
         kept, dropped = [], 0
         logprobs = self.forward.logprobs(microbatches, self.config.temperature)
-        for microbatch, logprobs_N in zip(microbatches, logprobs, strict=True):
+        for microbatch, logprobs_N in zip(microbatches, logprobs, strict=False):  # none before the last pipeline stage
             lengths = [sample.loss_tokens for sample in microbatch.samples]
             difference_N = logprobs_N - microbatch.rollout_logprobs_N.to(logprobs_N.device)
             counts = kept_sequences(difference_N.split(lengths), self.config.correction)
             dropped += counts.count(False)
             kept.append(
-                torch.repeat_interleave(torch.tensor(counts).float(), torch.tensor(lengths)).to(logprobs_N.device)
+                torch.repeat_interleave(
+                    torch.tensor(counts, dtype=torch.float32), torch.tensor(lengths, dtype=torch.int64)
+                ).to(logprobs_N.device)
             )
-        return kept, dropped
+        return kept, self.ranks.count(dropped)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
