@@ -12,6 +12,8 @@ from typing import Any
 
 REQUESTS, NEW_TOKENS, PROMPT_TOKENS = 32, 48, 8
 NO_PLUGIN = "none"
+LIMITS = {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 512}
+"""Of all engines alike; vLLM computes a batch as large as it may become when it starts."""
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def stock(settings: dict[str, Any]) -> tuple[Any, Any]:
     rank = settings["rank"]
     llm = vllm.LLM(
         settings["model"], dtype=settings["dtype"], enforce_eager=settings["eager"], max_model_len=256, block_size=32,
-        kv_cache_memory_bytes=2**28, enable_lora=bool(rank), max_lora_rank=rank or 16,
+        kv_cache_memory_bytes=2**28, **LIMITS, enable_lora=bool(rank), max_lora_rank=rank or 16,
         tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
     )  # fmt: skip
     return llm, LoRARequest("policy", 1, settings["adapter"]) if rank else None
@@ -50,7 +52,7 @@ def ours(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     lora = LoraConfig.model_validate(settings["lora"]) if settings["rank"] else None
     config = RolloutConfig(
-        max_model_len=256, kv_cache_gib=0.25, dtype=settings["dtype"],
+        max_model_len=256, kv_cache_gib=0.25, dtype=settings["dtype"], engine=LIMITS,
         tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
     )  # fmt: skip
     engine = RolloutEngine(settings["model"], config, lora)
