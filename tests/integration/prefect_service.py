@@ -11,6 +11,7 @@ import psutil
 import yaml
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.objects import FlowRun
 
 from infra.server import REPOSITORY, LocalPrefect
@@ -34,6 +35,8 @@ class Service:
 
     def deploy_small(self, model: Path) -> None:
         """Register prefect.yaml again with a tiny model, a store of the test's, and all triggers on."""
+        # A killed run's slot is free a minute later: with two, the resumed one need not wait for it.
+        self.client.update_global_concurrency_limit("machine", GlobalConcurrencyLimitUpdate(limit=2))
         document = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())
         resources = {"slots": "machine", "threads": 1}
         config = TINY | {"store": self.store, "model": str(model), "steps": 8, "resources": resources}
