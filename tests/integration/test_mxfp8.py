@@ -97,7 +97,7 @@ class Pair:
         self.engine = RolloutEngine(str(self.folder), settings, mxfp8=MXFP8)
 
 
-@pytest.fixture(scope="module", params=["dense", "wide_experts"])
+@pytest.fixture(scope="module", params=["dense"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     # Never closed: closing vLLM would take the process groups that Megatron has in this process.
     return Pair(request.param, tmp_path_factory.mktemp(request.param))

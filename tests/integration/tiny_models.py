@@ -17,19 +17,14 @@ def dense(folder: Path, seed: int = 0) -> Path:
     return _save(LlamaForCausalLM, config, folder, seed)
 
 
-def wide_experts(folder: Path, seed: int = 0) -> Path:
-    """`experts` of a size that MXFP8 takes."""
-    return experts(folder, seed, width=64)
-
-
-def experts(folder: Path, seed: int = 0, width: int = 48) -> Path:
+def experts(folder: Path, seed: int = 0) -> Path:
     """A Qwen3 with 8 experts, 2 a token; their size is no multiple of 32, so that vLLM's CPU kernel pads them."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         **_COMMON,
         intermediate_size=96,
-        moe_intermediate_size=width,
+        moe_intermediate_size=48,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
