@@ -4,6 +4,6 @@ from tests.bench.ours import train
 
 
 def main() -> dict[str, float]:
-    report = train("smollm2-cpu", "steps=10")
+    report = train("smollm2-cpu", "steps=5")
     shares = {f"{stage}_outside_s": value for stage, value in report["outside_seconds"].items()}
     return {"overhead_share": report["overhead_share"], "step_s": report["step_seconds"], **shares}
