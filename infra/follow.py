@@ -131,7 +131,7 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
     if path and path[0][1].is_delta and path[0][1].base == engine.version:
         try:
             for at, what in path:
-                yield engine.prepare(decode(engine, at, what)), what.policy_digest
+                yield engine.prepare(list(decode(engine, at, what))), what.policy_digest
             return
         except _CannotTell:
             pass

@@ -248,7 +248,7 @@ class RolloutEngine:
                 weights.load_all_or_nothing(self._llm.collective_rpc, update.loaded or [])
             self.version = version
             recompute = self.config.in_flight == "recompute"
-            self._llm.reset_prefix_cache(reset_running_requests=recompute)
+            self._llm.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
 
     def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
         """Take over an adapter in place of the last one (see `prepare_adapter`)."""

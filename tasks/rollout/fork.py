@@ -67,6 +67,11 @@ class PromptFork(KVConnectorBase_V1):
         self._forget((request.request_id,))
         return False, None
 
+    def reset_cache(self) -> bool:
+        """New weights: no new request may copy what was computed under the old ones."""
+        self._sources.clear()
+        return True
+
     def _forget(self, request_ids: Any) -> None:
         gone = set(request_ids)
         self._sources = {prompt: source for prompt, source in self._sources.items() if source[0] not in gone}

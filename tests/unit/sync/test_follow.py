@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_an_engine_in_fewer_bits_than_the_policy_still_takes_changes(chain: Chai
         follow(engine, chain.publish())
     assert engine.whole == 1
     assert all(torch.equal(engine.memory[n], t.bfloat16()) for n, t in chain.trainer.tensors.items())
+
+
+class OpaqueEngine(TensorEngine):
+    """As an engine over several workers: it cannot tell its weights, and takes no changes."""
+
+    def words(self, name: str, dtype: torch.dtype) -> None:
+        return None
+
+    def prepare(self, changes: Any) -> Any:
+        raise AssertionError("it was given changes")
+
+
+def test_an_engine_that_cannot_tell_its_weights_gets_versions_whole(chain: Chain) -> None:
+    engine = OpaqueEngine(tensors())
+    for number in range(3):
+        follow(engine, chain.publish())
+        assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[number]
+    assert engine.whole == 3
 
 
 def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain, tmp_path: Path) -> None:
