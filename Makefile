@@ -12,7 +12,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: quickstart test model bench lint lock server prefect-ui mlflow-ui s3 clean
+.PHONY: quickstart test test-slow model bench lint lock server prefect-ui mlflow-ui s3 clean
 .DEFAULT_GOAL := quickstart
 
 PROFILE ?= smollm2-cpu
@@ -32,6 +32,9 @@ test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=p
 
 model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
 	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
+
+test-slow: $(VENV)/.installed-$(EXTRA)  ## whole runs through server and worker, killed and resumed: a quarter of an hour
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/integration
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
 	$(PY) -m tests.bench $(BENCH)

@@ -123,6 +123,7 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
     return small.wait(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
 
 
+@pytest.mark.slow
 def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Service, trained: tuple):
     run, dataset = trained
     assert run.parameters["dataset"] == dataset.model_dump()
@@ -130,6 +131,7 @@ def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Se
     assert pinned == dataset
 
 
+@pytest.mark.slow
 def test_a_killed_flow_run_is_resumed_by_the_automation(small: Service, trained: tuple):
     run, _ = trained
     assert run.state and run.state.is_completed(), run.state
@@ -141,11 +143,13 @@ def test_a_killed_flow_run_is_resumed_by_the_automation(small: Service, trained:
     assert "it goes on" in failed["payload"]["advice"] or "starts it again" in failed["payload"]["advice"]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_finished_flow_run_is_left(small: Service, trained: tuple):
     run, _ = trained
     small.until("its processes are gone", lambda: not processes_of(run), 30)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained: tuple):
     run, _ = trained
     name = default_run(str(run.id))
@@ -163,6 +167,7 @@ def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained:
     assert "What to do" in page
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_versions_and_its_end_and_where_its_policy_comes_from(small: Service, trained: tuple):
     run, dataset = trained
     name = default_run(str(run.id))
@@ -179,6 +184,7 @@ def test_a_run_tells_its_versions_and_its_end_and_where_its_policy_comes_from(sm
     assert dataset.uri in {related["prefect.resource.id"] for related in policy["related"]}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_published_and_judged(small: Service, trained: tuple):
     trained_run, _ = trained
     publication = small.until("the event starts publish", lambda: next(iter(small.runs_of("publish")), None), 60)
@@ -194,6 +200,7 @@ def test_a_finished_run_is_published_and_judged(small: Service, trained: tuple):
     assert bool(promoted) == (evaluation["payload"]["gain_low"] > 0), "the evaluation decides"
 
 
+@pytest.mark.slow
 def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service, trained: tuple):
     problems = small.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
@@ -219,6 +226,7 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_person_starts_a_run_by_the_form_and_sees_its_graph_and_artifacts(small: Service):
     prepare = small.client.read_deployment_by_name("prepare/addition")
     with chromium() as page:
@@ -251,6 +259,7 @@ def test_a_person_starts_a_run_by_the_form_and_sees_its_graph_and_artifacts(smal
         screenshot(page, "artifact")
 
 
+@pytest.mark.slow
 def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, trained: tuple):
     train = small.client.read_deployment_by_name("train/smollm2-cpu")
     run, _ = trained
@@ -270,6 +279,7 @@ def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, 
         screenshot(page, "training")
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_the_database_the_logs_or_the_store(small: Service, trained: tuple):
     found = [
         path
