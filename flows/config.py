@@ -198,10 +198,10 @@ class TrainConfig(Config):
 
     def check_model(self, folder: Path) -> None:
         """BadInput when `lora` or `mxfp8` do not fit the model: read off its folder, before anything starts."""
-        from infra.tensors import checkpoint_shapes
-
         if self.trained_lora is None and self.used_mxfp8 is None:
             return
+        from infra.tensors import checkpoint_shapes  # needs torch, which a flow does without
+
         shapes = checkpoint_shapes(str(folder))
         if self.trained_lora is not None:
             check_targets(self.trained_lora, shapes)

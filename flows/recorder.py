@@ -97,7 +97,8 @@ class Recorder:
         wall = time.perf_counter() - self.started
         ack = session.ack_stage(head).committed()
         assert ack is not None, "a head moves after the acknowledgement"
-        engine = entry["engine_s"] | {"sync": open_artifact(ack).manifest.provenance["engine_s"]}
+        in_sync = [open_artifact(ref).manifest.provenance["engine_s"] for ref in (head.policy, ack)]
+        engine = entry["engine_s"] | {"sync": sum(in_sync)}
         self.timings.append(Timing(wall, dict(self.last), engine, metrics["rollout/tokens"]))
         metrics |= {"seconds/step": wall, "tokens_per_s": metrics["rollout/tokens"] / wall}
         self.history.append(entry)

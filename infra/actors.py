@@ -6,6 +6,7 @@ function on it. So a fresh engine, a restarted one and a warm one take the same 
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 from collections.abc import Callable
@@ -61,6 +62,13 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def give_back_memory() -> None:
+    """Return what loading has freed to the system; `keep_freed_memory` would keep it for ever."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 class Resident:
     """The actor's body. Ray runs one call at a time, so an engine never sees two."""
 
@@ -74,6 +82,7 @@ class Resident:
         """Build the engine (once); returns the process id, which the recovery tests kill."""
         if self.engine is None:
             self.engine = resolve(self.spec.factory)(**self.spec.settings)
+            give_back_memory()
         return os.getpid()
 
     def call(self, function: str, version: ArtifactRef | None, arguments: dict[str, Any]) -> Any:

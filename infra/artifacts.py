@@ -37,7 +37,7 @@ class ArtifactWriter:
     """A with-block that writes one artifact; `ref` is set when the block has ended well.
 
     An exception inside the block leaves nothing visible. When another writer was first, `ref` is that writer's, and
-    `adopted` is True. `metadata` may be filled in until the block ends. Files are made durable in the background
+    `adopted` is True. `metadata` and `provenance` may be filled in until the block ends. Files are made durable in the background
     while the next one is written; the manifest waits for all of them.
     """
 
@@ -59,7 +59,8 @@ class ArtifactWriter:
         self.store = store / key
         self.kind, self.schema_version = kind, schema_version
         self.inputs, self.config_hash = list(inputs), config_hash
-        self.metadata, self.provenance = dict(metadata or {}), dict(provenance or {})
+        self.metadata = dict(metadata or {})
+        self.provenance = provenance if provenance is not None else {}
         self.folder = f"files-{uuid.uuid4().hex[:16]}"
         self._files: dict[str, FileEntry] = {}
         self._closing: list[Future[None]] = []

@@ -1,6 +1,7 @@
 """Trainer side, inside its process: the policy after an update becomes a version in the store."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,7 +41,10 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     if done := stage.committed():
         return done
     store = Store.at(stage.store)
+    seconds = {"engine_s": 0.0}
+    weights = _timed(trainer.export(), seconds)
     options: dict[str, Any] = {
+        "provenance": seconds,
         "version": stage.step,
         "step": stage.step,
         "inputs": stage.inputs,
@@ -49,21 +53,31 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     adapter = trainer.adapter_config()
     if parent is None or config.form == "full" or adapter is not None:
         base = policy.describe(parent).policy_digest if parent else None
-        ref = policy.write_full(
-            store, stage.key, trainer.export(), base=base, parent=parent, adapter_config=adapter, **options
-        )
-        if (
-            config.form != "full" and adapter is None
-        ):  # the next version will need the codec: compile it while the engines sample
+        ref = policy.write_full(store, stage.key, weights, base=base, parent=parent, adapter_config=adapter, **options)
+        if config.form != "full" and adapter is None:
+            # The next version will need the codec: compile it while the engines sample.
             threading.Thread(target=_warm_up, args=(ref,), name="codec", daemon=True).start()
         return ref
     mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
     if mirror is None or mirror.ref != parent:
         mirror = policy.mirror_of(parent)
     anchor = stage.step % config.anchor_every == 0
-    ref = policy.write_delta(store, stage.key, trainer.export(), mirror, anchor=anchor, **options)
+    ref = policy.write_delta(store, stage.key, weights, mirror, anchor=anchor, **options)
     trainer.published = mirror
     return ref
+
+
+def _timed(
+    tensors: "Iterator[tuple[str, torch.Tensor]]", seconds: dict[str, float]
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """`tensors`; adds to seconds["engine_s"] what the trainer takes to give them."""
+    while True:
+        started = time.perf_counter()
+        found = next(tensors, None)
+        seconds["engine_s"] += time.perf_counter() - started
+        if found is None:
+            return
+        yield found
 
 
 def _warm_up(ref: ArtifactRef) -> None:
