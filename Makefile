@@ -23,7 +23,8 @@ quickstart: $(VENV)/.installed-$(EXTRA)  ## train SmolLM2 to add; the same comma
 
 # vLLM, Megatron and Ray each own a process: every integration file gets one, so that none meets another's leftovers.
 # Two run at a time, the longest first; a file's output is shown when it ends.
-TESTS ?= $(shell ls -S tests/integration/test_*.py tests/integration/*/test_*.py) tests/unit
+LONGEST := tests/integration/test_recovery.py tests/unit tests/integration/beam/test_vllm.py tests/integration/beam/test_trainer.py
+TESTS ?= $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/integration/test_*.py tests/integration/*/test_*.py))
 JOBS ?= 2
 
 test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=path runs some, JOBS=1 one after another
@@ -66,7 +67,8 @@ $(UV):
 $(VENV)/.installed-$(EXTRA): requirements/$(EXTRA).txt pyproject.toml | $(UV)
 	@echo "installing the environment from requirements/$(EXTRA).txt (about 7 GB; minutes the first time)"
 	@test -x $(PY) || $(UV) venv --quiet --python $(PYTHON_VERSION) $(VENV)
-	@$(UV) pip sync --quiet --python $(VENV) --require-hashes requirements/$(EXTRA).txt
+	@# Compiled once: with PYTHONDONTWRITEBYTECODE set, every process would compile vLLM, torch and Megatron anew.
+	@$(UV) pip sync --quiet --compile-bytecode --python $(VENV) --require-hashes requirements/$(EXTRA).txt
 	@$(UV) pip install --quiet --python $(VENV) --no-deps --editable .
 	@touch $@
 
