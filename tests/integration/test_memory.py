@@ -72,6 +72,6 @@ def test_the_microbatch_is_halved_until_it_fits_and_a_resume_knows(session: Hung
 
 
 def test_what_does_not_fit_at_all_says_so(session: HungrySession):
-    session.need = 16
+    session.need = 10
     with pytest.raises(OutOfMemory, match=r"step 4 does not fit in memory with microbatches of 16 tokens"):
         within_memory(session, 3, lambda: Engine(session.trainer).call(f"{HERE}:update"))
