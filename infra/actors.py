@@ -55,12 +55,11 @@ def resolve(path: str) -> Callable[..., Any]:
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed: by default it returns blocks above 32 MiB to the system at once, and every large
     temporary tensor costs a page fault for each of its 4 KiB pages again. A no-op where there is no glibc."""
-    mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # of malloc.h
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(mmap_threshold, 1 << 30)
         mallopt(trim_threshold, (1 << 31) - 1)
-        mallopt(arena_max, 1)  # what one thread has freed serves the others
 
 
 def give_back_memory() -> None:
