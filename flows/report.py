@@ -60,8 +60,9 @@ def curves(history: list[dict[str, Any]]) -> bytes:
     figure, axes = pyplot.subplots(2, 2, figsize=(8, 5), layout="constrained", sharex=True)
     steps = [entry["step"] + 1 for entry in history]
     for axis, (name, (metric, _)) in zip(axes.flat, SHOWN.items(), strict=True):
-        axis.plot(steps, [entry["metrics"][metric] for entry in history], marker="o", markersize=3)
-        axis.set(title=name, yscale="log" if name == "k3" else "linear")
+        values = [entry["metrics"][metric] for entry in history]
+        axis.plot(steps, values, marker="o", markersize=3)
+        axis.set(title=name, yscale="log" if name == "k3" and max(values) > 0 else "linear")
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("step")

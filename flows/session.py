@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
+from infra.errors import BadInput
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
 from infra.run import Head, Run, Stage
@@ -147,6 +148,10 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
                     Engine(spec).stop()
                 stop_ray()
         status = "FINISHED"
+    except BadInput:
+        if not resumed:
+            run.release()
+        raise
     except Exception:
         raise
     except BaseException:  # Ctrl-C, or Prefect's own signal when the flow run is cancelled

@@ -111,6 +111,13 @@ class Run(Config):
             )
         return True
 
+    def release(self) -> None:
+        """Give the name free again, unless something is committed under it: the start that claimed it had bad input, and
+        the corrected one has other settings."""
+        if self.head() is None:
+            for name in ("dataset.json", "run.json"):  # the claim last
+                Store.at(self.store).delete(self._key(name))
+
     def settings(self) -> dict[str, Any]:
         """What `open` was given when the run began. Raises BadInput when there is no such run."""
         if (settings := self.read_json("run.json")) is None:

@@ -5,6 +5,7 @@ that is not where it should be goes back to the nearest checkpoint and applies t
 generated twice, and on the CPU the rebuilt policy is bit-identical.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -60,7 +61,10 @@ class ResidentTrainer:
         if old := self.__dict__.pop("trainer", None):  # first: two trainers at once would need twice the memory
             old.close()
             del old
+            gc.collect()  # an optimizer and its parameters' hooks name each other
         self.trainer = make_trainer(*self._arguments)
+        self.untouched = True
+        """Whether this is still the base model."""
 
     def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
@@ -110,6 +114,7 @@ class ResidentTrainer:
         if checkpoint is None:
             return False
         artifact = open_artifact(checkpoint)
+        self.untouched = False
         self.trainer.load_state(artifact.tensors("state"), artifact.json("state"))
         self.position = update.digest
         return True
@@ -118,7 +123,7 @@ class ResidentTrainer:
         """One optimizer step on a stored batch, or the warm start on stored demonstrations. The position is unknown until
         the update is committed."""
         self.finish_saving()
-        self.position = None
+        self.position, self.untouched = None, False
         artifact = open_artifact(scored)
         if scored.kind == "demonstrations":
             model, _, seed, *_ = self._arguments
@@ -136,7 +141,8 @@ def follow(trainer: ResidentTrainer, update: ArtifactRef) -> None:
     while trainer.position != ref.digest and not _restored(trainer, ref):
         inputs = open_artifact(ref).manifest.inputs
         if not inputs:  # the base
-            trainer.reset()
+            if not trainer.untouched:
+                trainer.reset()
             trainer.position = ref.digest
             break
         parent, scored = inputs

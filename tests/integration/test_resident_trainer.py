@@ -1,6 +1,7 @@
 """The trainer behind the update task: a step is applied once, and a lost trainer is rebuilt bit for bit."""
 
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,24 @@ def test_a_lost_trainer_is_rebuilt_bit_for_bit(tmp_path: Path, model: Path):
 
     follow(from_the_base, updates[1])  # back to an older version
     assert digest(from_the_base) == digests[1]
+
+
+def test_a_new_trainer_is_at_the_base_and_is_not_loaded_again(tmp_path: Path, model: Path):
+    steps = Steps(tmp_path, model)
+    trainer = steps.trainer()
+    loaded = trainer.trainer
+    follow(trainer, steps.base)
+    assert trainer.trainer is loaded
+    steps.step(trainer, steps.base, 0)
+    follow(trainer, steps.base)
+    assert trainer.trainer is not loaded, "an update cannot be taken back but by loading"
+
+
+def test_a_trainer_that_is_replaced_is_gone(tmp_path: Path, model: Path):
+    trainer = Steps(tmp_path, model).trainer()
+    old = weakref.ref(trainer.trainer)
+    trainer.reset()
+    assert old() is None, "its weights and moments would be held beside the new one's"
 
 
 def test_a_step_whose_reply_was_lost_is_not_applied_again(tmp_path: Path, model: Path):

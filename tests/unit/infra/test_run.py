@@ -68,3 +68,14 @@ def test_two_processes_cannot_both_move_the_head(run: Run):
 def test_a_run_keeps_the_dataset_that_it_started_with(run: Run):
     assert run.pinned("dataset", lambda: ref("a")) == ref("a")
     assert run.pinned("dataset", lambda: ref("b")) == ref("a")
+
+
+def test_a_name_that_only_had_bad_input_is_free_again_and_one_with_a_head_is_not(run: Run):
+    run.open({"lr": 1})
+    run.pinned("dataset", lambda: ref("a"))
+    run.release()
+    assert run.open({"lr": 2}) is False
+    assert run.pinned("dataset", lambda: ref("b")) == ref("b")
+    run.advance(None, head(0))
+    run.release()
+    assert run.open({"lr": 2}) is True
