@@ -53,7 +53,7 @@ class MasterAdamW:
         self.masters: dict[str, Tensor] = {}
         for name, parameter in named_parameters:
             if self._weights[name] != torch.float32:
-                parameter.register_post_accumulate_grad_hook(self._add_to(name))
+                parameter.register_post_accumulate_grad_hook(_add_to(self._sums, name))
             if not self._owns(name):
                 continue
             if self._weights[name] == torch.float32 and not config.offload_optimizer:
@@ -77,19 +77,6 @@ class MasterAdamW:
 
     def _owns(self, name: str) -> bool:
         return name not in self.shares or self.shares[name].owner == dist.get_rank()
-
-    def _add_to(self, name: str) -> Any:
-        """A hook that moves a parameter's gradient into its fp32 sum."""
-
-        def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if name in self._sums:
-                self._sums[name].add_(parameter.grad)
-            else:
-                self._sums[name] = parameter.grad.float()
-            parameter.grad = None
-
-        return accumulate
 
     def _gradient(self, name: str) -> Tensor | None:
         return self.parameters[name].grad if self._weights[name] == torch.float32 else self._sums.get(name)
@@ -175,3 +162,18 @@ class MasterAdamW:
         for key, value in own.items():
             value.copy_(tensors[key])
         self._round_masters()
+
+
+def _add_to(sums: dict[str, Tensor], name: str) -> Any:
+    """A hook that moves a parameter's gradient into its fp32 sum. It holds the sums alone: with the optimizer in it, a
+    parameter and its optimizer would keep each other, and Python's collector does not see into a tensor's hooks."""
+
+    def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if name in sums:
+            sums[name].add_(parameter.grad)
+        else:
+            sums[name] = parameter.grad.float()
+        parameter.grad = None
+
+    return accumulate

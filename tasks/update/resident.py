@@ -5,7 +5,6 @@ that is not where it should be goes back to the nearest checkpoint and applies t
 generated twice, and on the CPU the rebuilt policy is bit-identical.
 """
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -61,7 +60,6 @@ class ResidentTrainer:
         if old := self.__dict__.pop("trainer", None):  # first: two trainers at once would need twice the memory
             old.close()
             del old
-            gc.collect()  # an optimizer and its parameters' hooks name each other
         self.trainer = make_trainer(*self._arguments)
         self.untouched = True
         """Whether this is still the base model."""
