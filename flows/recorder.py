@@ -99,6 +99,8 @@ class Recorder:
         assert ack is not None, "a head moves after the acknowledgement"
         in_sync = [open_artifact(ref).manifest.provenance["engine_s"] for ref in (head.policy, ack)]
         engine = entry["engine_s"] | {"sync": sum(in_sync)}
+        # A stage that was found in the store, on a resume, took its engine's time in another process.
+        engine = {stage: min(seconds, self.last[stage]) for stage, seconds in engine.items()}
         self.timings.append(Timing(wall, dict(self.last), engine, metrics["rollout/tokens"]))
         metrics |= {"seconds/step": wall, "tokens_per_s": metrics["rollout/tokens"] / wall}
         self.history.append(entry)
