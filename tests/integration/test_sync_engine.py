@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import policy, records
+from infra import policy, policy_read, records
 from infra.artifacts import ArtifactRef
 from infra.follow import follow, prefetch
 from infra.run import Run
@@ -105,7 +105,7 @@ def test_bytes_that_change_are_those_that_are_written(versions: Versions, engine
 
     with mock.patch.object(engine, "commit", counting):
         follow(engine, versions.refs[1])
-    old, new = (dict(policy.read(ref)) for ref in versions.refs[:2])
+    old, new = (dict(policy_read.read(ref)) for ref in versions.refs[:2])
     assert written == [sum(int((old[name] != new[name]).sum()) for name in old)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra import policy as policies
+from infra import policy_write
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
 from infra.run import Stage
@@ -44,7 +44,7 @@ def logprobs(base: Path, tensors: dict[str, torch.Tensor]) -> list[list[float]]:
 
 def published(store: Store, base: Path, tensors: dict[str, torch.Tensor]) -> tuple[ArtifactRef, ArtifactRef]:
     """(policy, model)."""
-    policy = policies.write_full(store, "policy", tensors.items(), version=1, step=1, shard_bytes=100_000)
+    policy = policy_write.write_full(store, "policy", tensors.items(), version=1, step=1, shard_bytes=100_000)
     stage = Stage(store=store.url, folder="models", name="model", inputs=(policy,))
     return policy, write_model(stage, policy, str(base), {"run": "r", "version": 1})
 
@@ -57,7 +57,7 @@ def test_transformers_loads_the_policy_and_another_one_is_told(file_store: Store
 
     other = {name: tensor.clone() for name, tensor in tensors.items()}
     other["model.norm.weight"][3] += 0.5
-    elsewhere = policies.write_full(file_store, "other", other.items(), version=2, step=2)
+    elsewhere = policy_write.write_full(file_store, "other", other.items(), version=2, step=2)
     with pytest.raises(NotThePolicy, match=r"model\.norm\.weight the first"):
         compare_transformers(model, elsewhere, SEQUENCES, expected, 1e-4, 300)
 
