@@ -20,9 +20,6 @@ def main() -> None:
 
 def measure(settings: dict[str, Any]) -> dict[str, float]:
     """Metrics of one update on rollouts of the addition task (k3_mean and those of the corrections)."""
-    import numpy as np
-    import pyarrow as pa
-
     from infra.mxfp8 import Mxfp8Config
     from tasks.rollout.config import RolloutConfig
     from tasks.rollout.engine import RolloutEngine
@@ -33,12 +30,19 @@ def measure(settings: dict[str, Any]) -> dict[str, float]:
     trainer = Trainer(settings["model"], UpdateConfig.model_validate(settings["update"]), seed=0, mxfp8=mxfp8)
     engine = RolloutEngine(settings["model"], RolloutConfig(max_model_len=256, max_new_tokens=24), mxfp8=mxfp8)
     engine.apply(trainer.export(), "policy")
-    table, _ = engine.sample(prompts(), samples=SAMPLES, seed=0)
-    rng = np.random.default_rng(0)
-    table = table.append_column("advantage", pa.array(rng.choice([-1.0, 1.0], len(table)), pa.float32()))
+    return trainer.update(scored(engine, SAMPLES))
+
+
+def scored(engine: Any, samples: int) -> Any:
+    """SCORED table of `samples` responses a prompt, with random advantages."""
+    import numpy as np
+    import pyarrow as pa
+
+    table, _ = engine.sample(prompts(), samples=samples, seed=0)
+    advantages = np.random.default_rng(0).choice([-1.0, 1.0], len(table))
+    table = table.append_column("advantage", pa.array(advantages, pa.float32()))
     masks = [[True] * len(ids) for ids in table["response_ids"].to_pylist()]
-    table = table.append_column("loss_mask", pa.array(masks, pa.list_(pa.bool_())))
-    return trainer.update(table)
+    return table.append_column("loss_mask", pa.array(masks, pa.list_(pa.bool_())))
 
 
 def prompts() -> Any:
