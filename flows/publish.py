@@ -50,6 +50,7 @@ def publish(config: PublishConfig) -> dict[str, Any]:
     version = find_version(run, config.version)
     with open_session(run_config(config), config.run, visit=f"publish-{str(flow_run.id)[:8]}") as session:
         name = config.name or Path(session.config.model).name
+        session.tracker.opened()  # it imports MLflow in a thread; two threads that import it at once lock each other out
         incumbent = holder(session.tracker.uri, name, config.alias)
         baseline = baseline_of(version, incumbent)
         evaluation, evaluated = compare_versions(session, version, baseline, config.dataset)
