@@ -117,7 +117,8 @@ def _code(group: _Group, parent: "Mirror") -> _Coded:
     """Runs in a worker: what did not change is neither hashed nor coded."""
     old = [parent.words(name) for name in group.names]
     changed = [index for index, words in enumerate(old) if not np.array_equal(words, group.new[index])]
-    olds, news, names = [[each[i] for i in changed] for each in (old, group.new, group.names)]
+    olds, news = [old[i] for i in changed], [group.new[i] for i in changed]
+    names = [group.names[i] for i in changed]
     digests = {name: digest_of(memoryview(new).cast("B")) for name, new in zip(names, news, strict=True)}
     frames = [(names, frame.encode(olds, news, group.layout))] if changed else []
     for before, after in zip(olds, news, strict=True):

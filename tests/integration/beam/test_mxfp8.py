@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra import policy
+from infra import policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.follow import follow
 from infra.models import megatron_cpu
@@ -54,7 +54,7 @@ class Loop:
         number = len(self.versions)
         self.weights.append({name: tensor.clone() for name, tensor in self.trainer.model.export()})
         tensors = self.trainer.export()
-        self.versions.append(policy.write_full(self.store, f"v{number}", tensors, version=number, step=number))
+        self.versions.append(policy_write.write_full(self.store, f"v{number}", tensors, version=number, step=number))
         follow(self.engine, self.versions[-1])
         engine, trainer = self.engine.token_logprobs(PROBE), self.trainer.token_logprobs(PROBE)
         self.logprobs.append({"engine": engine, "trainer": trainer})
@@ -70,7 +70,7 @@ def test_versions_hold_the_experts_elements_and_scales_bit_for_bit(loop: Loop):
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
 
     for ref, weights in zip(loop.versions, loop.weights, strict=True):
-        version = dict(policy.read(ref))
+        version = dict(policy_read.read(ref))
         experts = [name for name in weights if ".experts." in name]
         assert len(experts) == 3 * 16 * 3, "three layers of 16 experts of three matrices"
         for name in experts:
@@ -84,7 +84,7 @@ def test_versions_hold_the_experts_elements_and_scales_bit_for_bit(loop: Loop):
 
 def test_the_engine_holds_the_numbers_of_the_version(loop: Loop):
     held = dict(loop.engine.export())
-    numbers = dict(dequantize_tensors(policy.read(loop.versions[-1])))
+    numbers = dict(dequantize_tensors(policy_read.read(loop.versions[-1])))
     assert held.keys() == numbers.keys()
     for name, tensor in numbers.items():
         assert torch.equal(held[name], tensor), name
