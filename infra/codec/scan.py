@@ -14,29 +14,31 @@ BUCKETS = 256
 _NEVER = 1 << 62
 
 
+# Signs of weights and directions of steps are anybody's guess, a processor's too: hence no branches.
+
+
 @njit(cache=True, nogil=True, inline="always")
 def _ordered(word, sign, full):
     """A word's place in the order of its numbers: negative ones run backwards."""
-    if sign == 0:
-        return word
-    return full - word if word & sign else word + sign
+    is_negative = np.int64((word & sign) != 0)
+    return word ^ (sign | (full & -is_negative))
 
 
 @njit(cache=True, nogil=True, inline="always")
 def folded_step(old, new, sign, full):
     """From old to new, as int64."""
     step = (_ordered(new, sign, full) - _ordered(old, sign, full)) & full
-    # As many steps up, or, from half of the range on, full + 1 fewer: down.
-    return (full - step << 1) + 1 if step > full >> 1 else step << 1
+    is_down = np.int64(step > full >> 1)  # as many steps up, or, from half of the range on, full + 1 fewer: down
+    step -= (full + 1) & -is_down
+    return (step << 1) ^ -is_down
 
 
 @njit(cache=True, nogil=True, inline="always")
 def stepped(old, folded, sign, full):
     """The word that is a folded step from old."""
     place = (_ordered(old, sign, full) + ((folded >> 1) ^ -(folded & 1))) & full
-    if sign:
-        return place - sign if place & sign else full - place
-    return place
+    is_negative = np.int64((place & sign) != sign)
+    return place ^ (sign | (full & -is_negative))
 
 
 @njit(cache=True, nogil=True)
