@@ -94,7 +94,7 @@ def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(mode
     for row in table.to_pylist():
         scored = model.engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
-    if model.engine._routes:
+    if model.engine._route_layers:
         routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
         assert routes is not None and len(routes.layers) == 3 and routes.mask[:-1].all()
         assert routes.experts.shape[-1] in (2, 4) and len(np.unique(routes.experts[routes.mask])) > 2

@@ -138,7 +138,7 @@ def test_a_sampled_eos_ends_the_response_and_has_its_logprob(engine: RolloutEngi
 def test_routes_are_recorded_for_every_token_but_the_last(model: Model, engine: RolloutEngine):
     for row in sampled(engine).to_pylist():
         unpacked = records.unpack_routes(row)
-        if model.engine._routes:
+        if model.engine._route_layers:
             assert unpacked is not None
             routes, mask = unpacked.experts, unpacked.mask
             tokens = len(row["prompt_ids"]) + len(row["response_ids"])
