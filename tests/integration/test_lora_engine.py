@@ -14,7 +14,8 @@ from infra.adapters import PREFIX, LoraConfig, merged, peft_config
 from infra.errors import BadInput
 from tasks.rollout.engine import RolloutEngine
 from tests.integration import tiny_models
-from tests.integration.test_rollout_engine import PROBE, PROMPTS, SETTINGS
+from tests.integration.engines import PROBE, PROMPTS
+from tests.integration.test_rollout_engine import SETTINGS
 
 TARGETS = ("linear_qkv", "linear_gate", "linear_proj", "linear_fc1", "linear_fc2")
 LORA = LoraConfig(rank=4, alpha=8, targets=TARGETS)
