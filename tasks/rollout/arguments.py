@@ -59,7 +59,7 @@ def _cpu_has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def prepare_environment(config: RolloutConfig) -> None:
+def prepare_environment() -> None:
     """vLLM reads these when it is imported; what the user has set stays."""
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -67,10 +67,9 @@ def prepare_environment(config: RolloutConfig) -> None:
         # The number of threads is the caller's choice (OMP_NUM_THREADS); pinning would put all engines on the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
+        # The scheduler in this process (workers are processes of their own where there are several): it loads faster, and a
+        # message to the workers cannot come between those of a step.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
-        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    else:
-        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc with functions of ours
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from infra.codec.frame import Changes
     from infra.follow import Prefetch
     from tasks.rollout.patches import Update
+    from tasks.rollout.shards import ShardedSink, ShardedUpdate
     from tasks.rollout.sink import ModelSink
 
 
@@ -68,7 +70,7 @@ class RolloutEngine:
                 f"rollout.pipeline_parallel_size {config.pipeline_parallel_size}: vLLM records no routed experts over "
                 "pipeline stages; use rollout.tensor_parallel_size, or set rollout.routes to off"
             )
-        prepare_environment(config)
+        prepare_environment()
         if lora is not None:
             adapter.prepare_environment(lora, config.tensor_parallel_size)
         if mxfp8 is not None:
@@ -94,15 +96,22 @@ class RolloutEngine:
             self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
-        workers = config.tensor_parallel_size * config.pipeline_parallel_size
-        self._sink: ModelSink | None = (
-            self._llm.collective_rpc(_sink, args=(self._shapes,))[0] if workers == 1 else None
-        )
         self.prefetched: Prefetch | None = None
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
         """Held while the model computes a step, and while weights change."""
         self._llm.llm_engine.step = _locked(self._stepping, self._llm.llm_engine.step)
+        self._sink = self._make_sink()
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+
+    def _make_sink(self) -> "ModelSink | ShardedSink":
+        if self.config.tensor_parallel_size * self.config.pipeline_parallel_size == 1:
+            from tasks.rollout.sink import ModelSink
+
+            return self._llm.collective_rpc(ModelSink, args=(self._shapes,))[0]
+        from tasks.rollout.shards import ShardedSink
+
+        call = _locked(self._stepping, self._llm.collective_rpc)
+        return ShardedSink(call, self._shapes, whole_only=self.mxfp8 is not None)
 
     def sample(
         self,
@@ -180,26 +189,21 @@ class RolloutEngine:
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
         """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
-        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        cannot tell: it is in a layout of a kernel's own, or held in fewer bits."""
         if self.mxfp8 is not None:  # it holds what a version's elements and scales stand for, not those
             return None
-        return self._sink.words(name, dtype) if self._sink else None
+        return self._sink.words(name, dtype)
 
-    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update | ShardedUpdate":
         """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
-        assert self._sink is not None, "an engine without words is given no changes"
         return self._sink.prepare(changes)
 
-    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update":
+    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update | ShardedUpdate":
         """What `commit` will write to hold a full policy. Changes nothing."""
-        from tasks.rollout import patches, weights
-
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
         numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
-        if self._sink:
-            return self._sink.prepare_whole(numbers)
-        return patches.Update([], {}, weights.collect(numbers, self._shapes))
+        return self._sink.prepare_whole(numbers)
 
     def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> adapter.AdapterUpdate:
         """What `commit` will write to serve an adapter in place of the last one: PEFT's names and 2-D layout, and its
@@ -209,23 +213,19 @@ class RolloutEngine:
         check_fits(tensors, self._shapes, self.lora.engine_rank)
         return adapter.AdapterUpdate(tensors, config)
 
-    def commit(self, update: "Update | adapter.AdapterUpdate", version: str) -> None:
+    def commit(self, update: "Update | ShardedUpdate | adapter.AdapterUpdate", version: str) -> None:
         """Write a prepared update; when it raises, the old weights are back, bit for bit.
 
         May be called from another thread while `sample` runs: it waits for the step that is being computed, and the
         requests in flight go on under the new weights, as `config.in_flight` says. KV of the old weights is dropped.
         """
-        from tasks.rollout import weights
-
         with self._stepping:
             if isinstance(update, adapter.AdapterUpdate):
                 self.version = None  # should vLLM fail, it holds neither adapter
                 self._llm.collective_rpc(adapter.load, args=(update.tensors, update.config))
                 self._lora_request = adapter.request()
-            elif self._sink:
-                self._sink.commit(update, version)
             else:
-                weights.load_all_or_nothing(self._llm.collective_rpc, update.loaded or [])
+                self._sink.commit(update, version)
             self.version = version
             recompute = self.config.in_flight == "recompute"
             self._llm.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
@@ -278,17 +278,9 @@ class RolloutEngine:
         return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
 
 
-def _sink(worker: Any, shapes: dict[str, tuple[int, ...]]) -> "ModelSink | None":
-    """Inside a vLLM worker: its model as a sink; None when only vLLM's loader knows where its tensors lie."""
-    from tasks.rollout.sink import ModelSink
-
-    sink = ModelSink(worker, shapes)
-    return sink if sink.slots else None
-
-
-def _locked(lock: threading.Lock, step: Callable[[], Any]) -> Callable[[], Any]:
-    def locked() -> Any:
+def _locked[**P, R](lock: AbstractContextManager[Any], function: Callable[P, R]) -> Callable[P, R]:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
         with lock:
-            return step()
+            return function(*args, **kwargs)
 
     return locked
