@@ -22,7 +22,7 @@ from tests.bench import harness, ours
 
 PORT = 4277
 AT_ONCE = 20
-FILE = "tests/bench/prefect_flows.py"
+MODULE = "tests.bench.prefect_flows"
 
 
 def main() -> dict[str, float]:
@@ -49,8 +49,8 @@ def _deploy(prefect: LocalPrefect, folder: Path) -> None:
         "parameters": {"out": f"{folder}/event"},
     }
     deployments = [
-        {"name": "bench", "entrypoint": f"{FILE}:steps", "work_pool": pool},
-        {"name": "bench", "entrypoint": f"{FILE}:short", "work_pool": pool, "triggers": [trigger]},
+        {"name": "bench", "entrypoint": f"{MODULE}:steps", "work_pool": pool},
+        {"name": "bench", "entrypoint": f"{MODULE}:short", "work_pool": pool, "triggers": [trigger]},
     ]
     file = folder / "bench.yaml"
     file.write_text(yaml.safe_dump({"name": "bench", "deployments": deployments}))

@@ -36,8 +36,8 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
         config = CONFIGS[name].model_validate(parameters["config"])
         assert config.resources.slots in workspace.LIMITS
         assert config.resources.slots_needed() <= workspace.LIMITS[config.resources.slots]
-    module, _, function = deployment["entrypoint"].partition(":")
-    flow = getattr(importlib.import_module(module.removesuffix(".py").replace("/", ".")), function)
+    assert deployment["entrypoint"] == f"flows.{name}:{name}", "a module: a file's neighbours would hide others' modules"
+    flow = getattr(importlib.import_module(f"flows.{name}"), name)
     assert flow.name == name
     assert name in deployment["tags"]
     assert deployment["description"]

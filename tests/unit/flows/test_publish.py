@@ -7,7 +7,7 @@ import pytest
 from flows.config import PublishConfig
 from flows.evaluate import Evaluation
 from flows.publish import decide
-from flows.statistics import Estimate
+from flows.intervals import Estimate
 from infra.artifacts import ArtifactRef
 from tasks.publish.registry import Registered
 
