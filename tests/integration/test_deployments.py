@@ -125,7 +125,9 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
         found = small.client.read_flow_run(run.id)
         return found if found.state and found.state.is_completed() else None
 
-    return small.until("the killed run is complete", it_is_complete, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
+    return small.until("the killed run is complete", it_is_complete, 400), ArtifactRef.model_validate(
+        event["payload"]["dataset"]
+    )
 
 
 @pytest.mark.slow
@@ -165,7 +167,7 @@ def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained:
     assert kind == "image" and "data:image/png;base64," in picture
     kind, page = artifacts[f"{name}-report"]
     assert kind == "markdown"
-    for what in ("MLflow", "resumed from", "final policy", small.store):
+    for what in ("MLflow", "resumed from", "final policy", "publish/smollm2-cpu", small.store):
         assert what in page
     kind, page = artifacts[f"{name}-failure"]
     assert "What to do" in page

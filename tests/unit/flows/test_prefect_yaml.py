@@ -36,7 +36,9 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
         config = CONFIGS[name].model_validate(parameters["config"])
         assert config.resources.slots in workspace.LIMITS
         assert config.resources.slots_needed() <= workspace.LIMITS[config.resources.slots]
-    assert deployment["entrypoint"] == f"flows.{name}:{name}", "a module: a file's neighbours would hide others' modules"
+    assert deployment["entrypoint"] == f"flows.{name}:{name}", (
+        "a module: a file's neighbours would hide others' modules"
+    )
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     assert flow.name == name
     assert name in deployment["tags"]
