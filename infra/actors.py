@@ -9,7 +9,9 @@ import ctypes
 import gc
 import importlib
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from infra.artifacts import ArtifactRef
@@ -105,18 +107,38 @@ def start_ray(address: str | None = None) -> None:
     address = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
     if address:
-        ray.init(address, **quiet)
+        with same_sigterm():
+            ray.init(address, **quiet)
         return
     # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
     quiet |= {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 128 * 1024**2}
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init("local", **quiet)  # never the remains of a killed run's Ray
+            with same_sigterm():
+                ray.init("local", **quiet)  # never the remains of a killed run's Ray
             return
         except Exception as error:  # Ray gives a slow machine 30 s and then raises a bare Exception
             ray.shutdown()
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
                 raise
+
+
+@contextlib.contextmanager
+def same_sigterm() -> Iterator[None]:
+    """ray.init replaces the process's handler of SIGTERM, by which Prefect tells a flow run that is cancelled from one that
+    crashed (and is to be started again): put it back, and give it what came while Ray started."""
+    if threading.current_thread() is not threading.main_thread():  # there Ray leaves the handler alone
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:  # Ray's answer to SIGTERM
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def stop_ray() -> None:

@@ -41,7 +41,7 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
     )
     flow = getattr(importlib.import_module(f"flows.{name}"), name)
     assert flow.name == name
-    assert name in deployment["tags"]
+    assert {"policyflow", name} <= set(deployment["tags"]), "what the automations match on"
     assert deployment["description"]
 
 
