@@ -9,8 +9,6 @@ import ctypes
 import gc
 import importlib
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +93,21 @@ class Resident:
         return resolve(function)(self.engine, **arguments)
 
 
+@contextlib.contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Inside, Ray does not set its own handler of SIGTERM: by Prefect's, a flow run that is cancelled is told from one that
+    crashed, which is started again. Ray's only ends the process, as `stop_ray` and its atexit hook do."""
+    from ray._private import utils
+
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
+@_sigterm_left_alone()
 def start_ray(address: str | None = None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS, else start Ray in this process tree; a no-op when it runs."""
     import ray
@@ -107,38 +120,18 @@ def start_ray(address: str | None = None) -> None:
     address = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
     if address:
-        with same_sigterm():
-            ray.init(address, **quiet)
+        ray.init(address, **quiet)
         return
     # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
     quiet |= {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 128 * 1024**2}
     for attempt in range(START_ATTEMPTS):
         try:
-            with same_sigterm():
-                ray.init("local", **quiet)  # never the remains of a killed run's Ray
+            ray.init("local", **quiet)  # never the remains of a killed run's Ray
             return
         except Exception as error:  # Ray gives a slow machine 30 s and then raises a bare Exception
             ray.shutdown()
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
                 raise
-
-
-@contextlib.contextmanager
-def same_sigterm() -> Iterator[None]:
-    """ray.init replaces the process's handler of SIGTERM, by which Prefect tells a flow run that is cancelled from one that
-    crashed (and is to be started again): put it back, and give it what came while Ray started."""
-    if threading.current_thread() is not threading.main_thread():  # there Ray leaves the handler alone
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:  # Ray's answer to SIGTERM
-        signal.signal(signal.SIGTERM, handler)
-        signal.raise_signal(signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def stop_ray() -> None:

@@ -120,14 +120,7 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
 
     small.until("a step is committed", a_step_is_committed, 240)
     kill_flow(run)
-
-    def it_is_complete() -> FlowRun | None:  # Crashed is final too, until the automation has seen it
-        found = small.client.read_flow_run(run.id)
-        return found if found.state and found.state.is_completed() else None
-
-    return small.until("the killed run is complete", it_is_complete, 400), ArtifactRef.model_validate(
-        event["payload"]["dataset"]
-    )
+    return small.completed(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
 
 
 @pytest.mark.slow
@@ -232,6 +225,20 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
         "its slot is free",
         lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_gone_too_is_found_by_its_silence_and_resumed(small: Service, trained: tuple):
+    config = deployments(small)["train/smollm2-cpu"].parameters["config"]
+    run = small.start("train/smollm2-cpu", config=config | {"steps": 1})
+    small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
+    small.prefect.processes["worker"].kill()
+    kill_flow(run)
+    crashed = small.wait(run, 180)
+    assert crashed.state and crashed.state.is_crashed(), crashed.state
+    assert "No heartbeat" in (crashed.state.message or "")
+    small.prefect.start_worker()
+    small.completed(run, 240)
 
 
 @pytest.mark.slow
