@@ -283,7 +283,8 @@ def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, 
         page.get_by_text("nightly").wait_for()
         page.get_by_text("policyflow: train smollm2-cpu on a finished dataset").wait_for()
         screenshot(page, "deployment")
-        curves = small.client.request("GET", f"/artifacts/{default_run(str(run.id))}-curves/latest").json()
+        newest = {"artifacts": {"key": {"any_": [f"{default_run(str(run.id))}-curves"]}}, "sort": "CREATED_DESC"}
+        curves = small.client.request("POST", "/artifacts/filter", json=newest).json()[0]
         page.goto(f"{small.prefect.ui_url}/artifacts/artifact/{curves['id']}")
         page.locator("img").first.wait_for()
         assert page.locator("img").first.evaluate("picture => picture.naturalWidth") == 640
