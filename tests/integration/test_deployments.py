@@ -200,16 +200,16 @@ def test_a_finished_run_is_published_and_judged(small: Service, trained: tuple):
 
 
 @pytest.mark.slow
-def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service, trained: tuple):
+def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service):
     problems = small.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
+    known = {run.id for run in small.runs_of("train")}
     output = subprocess.run(
         [sys.executable, "-m", "flows.produce_dataset", str(problems), "--store", small.store, "--name", "addition",
          "--environment", ENVIRONMENT],
         env=small.prefect.environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert output.returncode == 0, output.stderr
-    known = {run.id for run in small.runs_of("train")[:1]}
     run = small.until("a run starts", lambda: next((r for r in small.runs_of("train") if r.id not in known), None), 60)
     assert run.parameters["dataset"]["uri"] in output.stdout
     small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
@@ -228,7 +228,7 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_is_gone_too_is_found_by_its_silence_and_resumed(small: Service, trained: tuple):
+def test_a_run_whose_worker_is_gone_too_is_found_by_its_silence_and_resumed(small: Service):
     config = deployments(small)["train/smollm2-cpu"].parameters["config"]
     run = small.start("train/smollm2-cpu", config=config | {"steps": 1})
     small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
