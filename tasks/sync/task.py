@@ -7,7 +7,7 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.stages import stage_task
 from tasks.sync.config import SyncConfig
-from tasks.sync.verify import compare, probe_sequences
+from tasks.sync.verify import busy_seconds, compare, probe_sequences
 
 
 @stage_task("publish")
@@ -51,10 +51,10 @@ def sync_engine(
         return done
     with ThreadPoolExecutor(1) as pool:  # the trainer scores while the engine reads and applies the version
         trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
-        engine_logprobs, engine_s = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
-        trainer_logprobs, trainer_s = trained.result()
+        engine_logprobs, engine_span = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
+        trainer_logprobs, trainer_span = trained.result()
     result = compare(trainer_logprobs, engine_logprobs, config.tolerance)
-    seconds = {"engine_s": max(engine_s, trainer_s)}
+    seconds = {"engine_s": busy_seconds([engine_span, trainer_span])}
     with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance=seconds) as writer:
         writer.json("probe", result.model_dump())
     return writer.ref

@@ -1,6 +1,7 @@
 """Proof of a sync: trainer and engine score the same probe, two implementations of one policy."""
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -36,11 +37,24 @@ def probe_sequences(config: SyncConfig, vocab_size: int) -> list[list[int]]:
     return rng.integers(0, vocab_size, (config.probe_sequences, config.probe_length)).tolist()
 
 
-def score(engine: Scorer, sequences: list[list[int]]) -> tuple[list[list[float]], float]:
-    """Run inside an engine's process: its logprobs of the probe, and the seconds that it took."""
-    started = time.perf_counter()
+Span = tuple[float, float]
+"""Begin and end of some work, in seconds since the epoch."""
+
+
+def score(engine: Scorer, sequences: list[list[int]]) -> tuple[list[list[float]], Span]:
+    """Run inside an engine's process: its logprobs of the probe, and when it computed them."""
+    began = time.time()
     logprobs = [[float(value) for value in row] for row in engine.token_logprobs(sequences)]
-    return logprobs, time.perf_counter() - started
+    return logprobs, (began, time.time())
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans was going on."""
+    total, until = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
 
 
 def compare(trainer: list[list[float]], engine: list[list[float]], tolerance: float) -> ProbeResult:
