@@ -100,7 +100,7 @@ def _sigterm_left_alone() -> Iterator[None]:
     from ray._private import utils
 
     set_handler = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
+    utils.set_sigterm_handler = lambda handler: None  # ty: ignore[invalid-assignment]
     try:
         yield
     finally:
