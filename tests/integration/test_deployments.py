@@ -219,8 +219,12 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     ended = small.wait(run, 120)
     assert ended.state and ended.state.is_cancelled(), ended.state
     small.until("its processes are gone", lambda: not processes_of(run), 60)
-    told = [event["payload"] for event in small.events("run.failed")]
-    assert [one["state"] for one in told if one["run"] == default_run(str(run.id))] == ["Cancelled"], "not as a crash"
+
+    def told() -> list[str]:
+        payloads = [event["payload"] for event in small.events("run.failed")]
+        return [one["state"] for one in payloads if one["run"] == default_run(str(run.id))]
+
+    small.until("it is told, and not as a crash", lambda: told() == ["Cancelled"], 30)
     small.until(
         "its slot is free",
         lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
