@@ -8,9 +8,9 @@ from prefect.runtime import flow_run
 
 from flows import report
 from flows.config import EvaluateConfig
+from flows.intervals import Estimate, estimate, paired_gain, reward_by_prompt
 from flows.prepare import dataset_of, split_size
 from flows.session import Session, open_session
-from flows.statistics import Estimate, estimate, paired_gain, reward_by_prompt
 from flows.versions import Version, find_version, policy_of, run_config
 from infra.artifacts import ArtifactRef
 from infra.config import Config

@@ -49,18 +49,19 @@ def advice(state_name: str, error: Any) -> str:
 def tell_failure(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """A state hook: the event `run.failed` and a page on the flow run. It runs in the worker when the flow was killed."""
     name, store = run_of(flow_run.parameters, str(flow_run.id))
+    end = "Cancelled" if state.is_cancelling() else state.name or ""  # the worker's hook runs before it is Cancelled
     error = state.result(raise_on_failure=False) if state.is_failed() else None
-    reason = " ".join(str(error or state.message or state.name).split())[:1000]
-    what_to_do = advice(state.name or "", error)
+    reason = " ".join(str(error or state.message or end).split())[:1000]
+    what_to_do = advice(end, error)
     try:
         head = Run(store=Store.at(store).url, name=name).head()
     except Exception:  # the store may be what failed
         head = None
     step = head.step if head else None
-    emit(RunFailed(run=name, store=store, state=state.name or "", reason=reason, advice=what_to_do, step=step))
+    emit(RunFailed(run=name, store=store, state=end, reason=reason, advice=what_to_do, step=step))
     page = ArtifactCreate(
         key=f"{report.artifact_key(name)}-failure", type="markdown", flow_run_id=flow_run.id,
-        description=f"Why {name} ended", data=report.failure_markdown(name, state.name or "", reason, what_to_do, step),
+        description=f"Why {name} ended", data=report.failure_markdown(name, end, reason, what_to_do, step),
     )  # fmt: skip
     with get_client(sync_client=True) as client:
         client.create_artifact(page)

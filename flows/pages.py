@@ -1,8 +1,11 @@
 """Where a run's things are, for a person who reads its page in Prefect."""
 
-from prefect.runtime import flow_run
+import json
+
+from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_UI_URL
 
+from flows.session import Session
 from infra.run import Head, Run
 from infra.tracking import Tracker
 
@@ -16,17 +19,27 @@ def note_flow_run(run: Run) -> list[str]:
     return ids
 
 
-def run_links(run: Run, tracker: Tracker, flow_runs: list[str], head: Head) -> dict[str, str]:
+def run_links(session: Session, flow_runs: list[str], head: Head) -> dict[str, str]:
     """What -> where, as markdown: MLflow, the store, the flow runs before this one, the final policy."""
+    run = session.run
     before = [flow_run_link(one) for one in flow_runs if one != flow_run.id]
     return {
-        "MLflow": mlflow_link(tracker),
+        "MLflow": mlflow_link(session.tracker),
         "store": f"`{run.store}/runs/{run.name}`",
         "resumed from": ", ".join(before) or "nothing: one flow run made it all",
         "final policy": f"`{head.policy.uri}`",
         "its digest": f"`{head.policy.digest}`",
-        "publish it": f'`prefect deployment run publish/smollm2-cpu --param config=\'{{"run": "{run.name}"}}\'`',
+        "publish it": f"`{publish_command(session)}`",
     }
+
+
+def publish_command(session: Session) -> str:
+    """What publishes the run's last version: the deployment of the same name as this flow run's, else this machine."""
+    run, resources = session.run, session.config.resources.model_dump(exclude_defaults=True)
+    if not deployment.name:
+        return f"python -m flows publish run={run.name} store={run.store}"
+    config = json.dumps({"run": run.name, "store": run.store, "resources": resources})
+    return f"prefect deployment run publish/{deployment.name} --param config='{config}'"
 
 
 def flow_run_link(flow_run_id: str) -> str:

@@ -122,7 +122,7 @@ class Recorder:
         figures = {name: value for name, value in values.items() if isinstance(value, int | float)}
         session.tracker.summary(figures, {"policy": head.policy}, picture)
         self._picture()
-        links = pages.run_links(session.run, session.tracker, self.flow_runs, head)
+        links = pages.run_links(session, self.flow_runs, head)
         create_markdown_artifact(
             report.run_markdown(session.run.name, links, values, self.history),
             key=f"{report.artifact_key(session.run.name)}-report", description=f"Report of {session.run.name}",

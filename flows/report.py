@@ -11,7 +11,7 @@ from infra.artifacts import ArtifactRef, open_artifact
 
 if TYPE_CHECKING:
     from flows.evaluate import Evaluation
-    from flows.statistics import Estimate
+    from flows.intervals import Estimate
 
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),

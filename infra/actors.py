@@ -9,7 +9,7 @@ import ctypes
 import gc
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from infra.artifacts import ArtifactRef
@@ -93,6 +93,21 @@ class Resident:
         return resolve(function)(self.engine, **arguments)
 
 
+@contextlib.contextmanager
+def _sigterm_left_alone() -> Iterator[None]:
+    """Inside, Ray does not set its own handler of SIGTERM: by Prefect's, a flow run that is cancelled is told from one that
+    crashed, which is started again. Ray's only ends the process, as `stop_ray` and its atexit hook do."""
+    from ray._private import utils
+
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
+@_sigterm_left_alone()
 def start_ray(address: str | None = None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS, else start Ray in this process tree; a no-op when it runs."""
     import ray

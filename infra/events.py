@@ -27,16 +27,21 @@ class Event(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     event: ClassVar[str]
+    about: ClassVar[tuple[str, str]]
+    """What the id of the event's resource begins with, and the field that ends it."""
 
     def resource(self) -> tuple[str, str]:
         """(id, name) of the resource that the event is about."""
-        raise NotImplementedError
+        kind, field = self.about
+        name = getattr(self, field)
+        return f"{kind}.{name}", name
 
 
 class DatasetReady(Event):
     """A dataset artifact is committed; a training run can start on exactly it."""
 
     event: ClassVar[str] = "dataset.ready"
+    about: ClassVar[tuple[str, str]] = ("data.dataset", "name")
 
     name: str
     """The dataset's name; what triggers match on."""
@@ -47,22 +52,16 @@ class DatasetReady(Event):
     prompts: dict[str, int] = {}
     """Prompts a split."""
 
-    def resource(self) -> tuple[str, str]:
-        """The dataset."""
-        return f"data.dataset.{self.name}", self.name
-
 
 class RunEvent(Event):
     """About a training run."""
+
+    about: ClassVar[tuple[str, str]] = ("policyflow.run", "run")
 
     run: str
     """The run's name."""
     store: str
     """URL of the store that has it."""
-
-    def resource(self) -> tuple[str, str]:
-        """The run."""
-        return f"policyflow.run.{self.run}", self.run
 
 
 class PolicyCommitted(RunEvent):
@@ -106,6 +105,8 @@ class EvaluationFinished(RunEvent):
 class ModelEvent(Event):
     """About a registered model."""
 
+    about: ClassVar[tuple[str, str]] = ("policyflow.model", "name")
+
     name: str
     """The registered model's name."""
     model_version: str
@@ -116,10 +117,6 @@ class ModelEvent(Event):
     """The policy version."""
     model: ArtifactRef
     """The Hugging Face folder, as an artifact."""
-
-    def resource(self) -> tuple[str, str]:
-        """The registered model."""
-        return f"policyflow.model.{self.name}", self.name
 
 
 class PolicyPublished(ModelEvent):

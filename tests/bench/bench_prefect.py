@@ -22,7 +22,7 @@ from tests.bench import harness, ours
 
 PORT = 4277
 AT_ONCE = 20
-FILE = "tests/bench/prefect_flows.py"
+MODULE = "tests.bench.prefect_flows"
 
 
 def main() -> dict[str, float]:
@@ -44,13 +44,14 @@ def _deploy(prefect: LocalPrefect, folder: Path) -> None:
     (folder / "short").mkdir()
     (folder / "event").mkdir()
     trigger = {
+        "type": "event",
         "match": {"prefect.resource.id": "bench"},
         "expect": ["bench.go"],
         "parameters": {"out": f"{folder}/event"},
     }
     deployments = [
-        {"name": "bench", "entrypoint": f"{FILE}:steps", "work_pool": pool},
-        {"name": "bench", "entrypoint": f"{FILE}:short", "work_pool": pool, "triggers": [trigger]},
+        {"name": "bench", "entrypoint": f"{MODULE}:steps", "work_pool": pool},
+        {"name": "bench", "entrypoint": f"{MODULE}:short", "work_pool": pool, "triggers": [trigger]},
     ]
     file = folder / "bench.yaml"
     file.write_text(yaml.safe_dump({"name": "bench", "deployments": deployments}))
@@ -95,12 +96,19 @@ def _at_once(client: SyncPrefectClient, folder: Path) -> dict[str, float]:
 
 
 def _memory(prefect: LocalPrefect, when: str) -> dict[str, float]:
+    """Resident memory in MiB of server and worker, without the flow runs that the worker has started."""
     found = {}
     for name, process in prefect.processes.items():
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        flows = [one for one in tree if "PREFECT__FLOW_RUN_ID" in one.environ()]
-        found[f"{name}_rss_mib{when}"] = sum(one.memory_info().rss for one in tree if one not in flows) / 2**20
+        root = psutil.Process(process.pid)
+        found[f"{name}_rss_mib{when}"] = sum(_rss(one) for one in (root, *root.children(recursive=True))) / 2**20
     return found
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return 0 if "PREFECT__FLOW_RUN_ID" in process.environ() else process.memory_info().rss
+    except psutil.Error:  # a flow run that has just ended
+        return 0
 
 
 def _step_seconds() -> float:

@@ -72,6 +72,15 @@ class Service:
 
         return self.until(f"flow run {id} ends", ended, timeout_s)
 
+    def completed(self, flow_run: FlowRun, timeout_s: float) -> FlowRun:
+        """The flow run when it is Completed; Crashed is final too, until the automation has seen it."""
+
+        def completed() -> FlowRun | None:
+            run = self.client.read_flow_run(flow_run.id)
+            return run if run.state and run.state.is_completed() else None
+
+        return self.until(f"flow run {flow_run.id} is complete", completed, timeout_s)
+
     def runs_of(self, flow: str) -> list[FlowRun]:
         """Flow runs of a flow, oldest first."""
         body = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_ASC"}

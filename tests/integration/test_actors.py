@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -40,8 +42,19 @@ def sleep(engine: Counter, seconds: float) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session():
+    """Ray; the value is what SIGTERM's handler was while Ray started and afterwards."""
+    handlers, started = set(), threading.Event()
+
+    def watch() -> None:
+        while not started.wait(0.05):
+            handlers.add(signal.getsignal(signal.SIGTERM))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     start_ray()
-    yield
+    started.set()
+    watcher.join()
+    yield handlers | {signal.getsignal(signal.SIGTERM)}
     stop_ray()
 
 
@@ -51,6 +64,10 @@ def engine(name: str) -> Engine:
 
 
 VERSION = ArtifactRef(kind="policy", uri="file:///store/policy", digest="blake3:00")
+
+
+def test_starting_ray_leaves_the_handler_of_sigterm_alone(ray_session: set[Any]):
+    assert ray_session == {signal.SIG_DFL}
 
 
 def test_a_second_handle_finds_the_same_engine():

@@ -120,7 +120,7 @@ def trained(small: Service) -> tuple[FlowRun, ArtifactRef]:
 
     small.until("a step is committed", a_step_is_committed, 240)
     kill_flow(run)
-    return small.wait(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
+    return small.completed(run, 400), ArtifactRef.model_validate(event["payload"]["dataset"])
 
 
 @pytest.mark.slow
@@ -134,7 +134,6 @@ def test_an_event_starts_training_on_exactly_the_dataset_that_it_names(small: Se
 @pytest.mark.slow
 def test_a_killed_flow_run_is_resumed_by_the_automation(small: Service, trained: tuple):
     run, _ = trained
-    assert run.state and run.state.is_completed(), run.state
     assert run.run_count == 2
     head = Run(store=small.store, name=default_run(str(run.id))).head()
     assert head is not None and head.step == 8
@@ -161,7 +160,7 @@ def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained:
     assert kind == "image" and "data:image/png;base64," in picture
     kind, page = artifacts[f"{name}-report"]
     assert kind == "markdown"
-    for what in ("MLflow", "resumed from", "final policy", small.store):
+    for what in ("MLflow", "resumed from", "final policy", "publish/smollm2-cpu", small.store):
         assert what in page
     kind, page = artifacts[f"{name}-failure"]
     assert "What to do" in page
@@ -201,16 +200,16 @@ def test_a_finished_run_is_published_and_judged(small: Service, trained: tuple):
 
 
 @pytest.mark.slow
-def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service, trained: tuple):
+def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everything(small: Service):
     problems = small.folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
+    known = {run.id for run in small.runs_of("train")}
     output = subprocess.run(
         [sys.executable, "-m", "flows.produce_dataset", str(problems), "--store", small.store, "--name", "addition",
          "--environment", ENVIRONMENT],
         env=small.prefect.environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert output.returncode == 0, output.stderr
-    known = {run.id for run in small.runs_of("train")[:1]}
     run = small.until("a run starts", lambda: next((r for r in small.runs_of("train") if r.id not in known), None), 60)
     assert run.parameters["dataset"]["uri"] in output.stdout
     small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
@@ -220,10 +219,30 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     ended = small.wait(run, 120)
     assert ended.state and ended.state.is_cancelled(), ended.state
     small.until("its processes are gone", lambda: not processes_of(run), 60)
+
+    def told() -> list[str]:
+        payloads = [event["payload"] for event in small.events("run.failed")]
+        return [one["state"] for one in payloads if one["run"] == default_run(str(run.id))]
+
+    small.until("it is told, and not as a crash", lambda: told() == ["Cancelled"], 30)
     small.until(
         "its slot is free",
         lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_gone_too_is_found_by_its_silence_and_resumed(small: Service):
+    config = deployments(small)["train/smollm2-cpu"].parameters["config"]
+    run = small.start("train/smollm2-cpu", config=config | {"steps": 1})
+    small.until("its engines load", lambda: len(processes_of(run)) > 3, 120)
+    small.prefect.processes["worker"].kill()
+    kill_flow(run)
+    crashed = small.wait(run, 180)
+    assert crashed.state and crashed.state.is_crashed(), crashed.state
+    assert "No heartbeat" in (crashed.state.message or "")
+    small.prefect.start_worker()
+    small.completed(run, 240)
 
 
 @pytest.mark.slow
@@ -268,7 +287,8 @@ def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, 
         page.get_by_text("nightly").wait_for()
         page.get_by_text("policyflow: train smollm2-cpu on a finished dataset").wait_for()
         screenshot(page, "deployment")
-        curves = small.client.request("GET", f"/artifacts/{default_run(str(run.id))}-curves/latest").json()
+        newest = {"artifacts": {"key": {"any_": [f"{default_run(str(run.id))}-curves"]}}, "sort": "CREATED_DESC"}
+        curves = small.client.request("POST", "/artifacts/filter", json=newest).json()[0]
         page.goto(f"{small.prefect.ui_url}/artifacts/artifact/{curves['id']}")
         page.locator("img").first.wait_for()
         assert page.locator("img").first.evaluate("picture => picture.naturalWidth") == 640

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from infra import policy_read
+from infra import policy, policy_read
 from infra.follow import follow, prefetch
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine

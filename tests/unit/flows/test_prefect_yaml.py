@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.deployment_triggers import DeploymentTriggerTypes
 from pydantic import TypeAdapter
 
@@ -36,10 +37,12 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
         config = CONFIGS[name].model_validate(parameters["config"])
         assert config.resources.slots in workspace.LIMITS
         assert config.resources.slots_needed() <= workspace.LIMITS[config.resources.slots]
-    module, _, function = deployment["entrypoint"].partition(":")
-    flow = getattr(importlib.import_module(module.removesuffix(".py").replace("/", ".")), function)
+    assert deployment["entrypoint"] == f"flows.{name}:{name}", (
+        "a module: a file's neighbours would hide others' modules"
+    )
+    flow = getattr(importlib.import_module(f"flows.{name}"), name)
     assert flow.name == name
-    assert name in deployment["tags"]
+    assert {"policyflow", name} <= set(deployment["tags"]), "what the automations match on"
     assert deployment["description"]
 
 
@@ -64,6 +67,14 @@ def test_triggers_listen_to_events_that_are_emitted():
         for trigger in deployment.get("triggers", []):
             parsed: Any = TypeAdapter(DeploymentTriggerTypes).validate_python(trigger)
             assert set(parsed.expect) <= known
+
+
+def test_automations_are_about_these_deployments_only():
+    for values in yaml.safe_load((ROOT / "infra/automations.yaml").read_text()):
+        trigger: Any = AutomationCore.model_validate(values).trigger
+        related = trigger.match_related if isinstance(trigger.match_related, list) else [trigger.match_related]
+        tags = [one.root["prefect.resource.id"] for one in related if one.root["prefect.resource.role"] == "tag"]
+        assert "prefect.tag.policyflow" in tags, "another team's flow runs are not ours to end or to start"
 
 
 @pytest.mark.parametrize("name", sorted(workspace.POOLS))

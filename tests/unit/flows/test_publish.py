@@ -6,8 +6,8 @@ import pytest
 
 from flows.config import PublishConfig
 from flows.evaluate import Evaluation
+from flows.intervals import Estimate
 from flows.publish import decide
-from flows.statistics import Estimate
 from infra.artifacts import ArtifactRef
 from tasks.publish.registry import Registered
 

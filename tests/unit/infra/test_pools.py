@@ -93,9 +93,10 @@ def test_cluster_manifests_are_what_kubernetes_takes(path: Path):
 def test_images_have_pinned_bases_and_copy_what_there_is(path: Path):
     text = path.read_text()
     base = re.search(r"^ARG BASE=(\S+)$", text, re.M)
-    assert base and re.search(r":\d+\.\d+\.\d+", base[1]), "a base is pinned to a patch version"
+    assert base and re.search(r":\d+\.\d+\.\d+[^@]*@sha256:[0-9a-f]{64}$", base[1]), "to a patch version and its digest"
     assert re.findall(r"^FROM (\S+)", text, re.M) == ["${BASE}"]
     assert "--require-hashes" in text
+    assert "--compile-bytecode" in text and "PYTHONDONTWRITEBYTECODE" not in text, "no process compiles torch anew"
     for sources in re.findall(r"^COPY (.+) \S+$", text, re.M):
         for source in sources.split():
             assert (ROOT / source).exists(), source

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from flows.statistics import estimate, paired_gain
+from flows.intervals import estimate, paired_gain
 from infra.errors import BadInput
 
 
