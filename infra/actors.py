@@ -177,7 +177,8 @@ class Engine:
         """`function(engine, **arguments)` in the actor, the engine brought to `version` first.
 
         Raises EngineLost when the actor died or did not answer within `timeout_s` (it is killed then, so that a
-        retry does not wait behind it); what the function raised is raised as it is.
+        retry does not wait behind it); what the function raised is raised as it is. After anything but BadInput,
+        Corrupted and Transient the actor is stopped.
         """
         return self._get(lambda actor: actor.call.remote(function, version, arguments), timeout_s)
 
@@ -204,6 +205,7 @@ class Engine:
             cause = error.cause if isinstance(error.cause, Exception) else error
             if isinstance(cause, BadInput | Corrupted | Transient):
                 raise cause from None
+            self.stop()  # nobody knows what the fault has left in the engine: the next call builds a new one
             if is_out_of_memory(cause):
                 raise OutOfMemory(f"engine {self.spec.name}: {_first_line(cause)}") from error
             raise

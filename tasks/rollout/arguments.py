@@ -48,7 +48,11 @@ def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dic
     kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
     if kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if not on_cpu:
+    if on_cpu:
+        # A prompt is computed in one step: after a part of one, vLLM rewinds the request's random numbers by an offset that
+        # a CPU's generator does not have, and fails.
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, config.max_model_len)}
+    else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.engine
 

@@ -125,7 +125,7 @@ def grpo_loss(tokens: LossInputs, config: LossConfig) -> LossSums:
             clipped=(clipped_N > plain_N).sum().item(),
             ratio=k_N.sum().item(),
             ratio_max=k_N.max().item() if len(k_N) else 0.0,
-            k3=(k_N - 1 - difference_N).sum().item(),
+            k3=_k3(difference_N.double()).sum().item(),
             logprob_diff_max=difference_N.abs().max().item() if len(ratio_N) else 0.0,
             truncated=weights.truncated,
             masked=dropped,
@@ -146,4 +146,9 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
         return -log_ratio_N
     if estimator == "k2":
         return log_ratio_N.square() / 2
-    return log_ratio_N.exp() - 1 - log_ratio_N
+    return _k3(log_ratio_N)
+
+
+def _k3(log_ratio_N: Tensor) -> Tensor:
+    """exp(x) - 1 - x, which is never negative; exp(x) - 1 in one, or small ratios would be lost in rounding."""
+    return log_ratio_N.expm1() - log_ratio_N

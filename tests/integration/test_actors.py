@@ -36,6 +36,10 @@ def refuse(engine: Counter) -> None:
     raise BadInput("amount: must be positive")
 
 
+def break_down(engine: Counter) -> None:
+    raise RuntimeError("half of a step is done")
+
+
 def sleep(engine: Counter, seconds: float) -> None:
     time.sleep(seconds)
 
@@ -98,6 +102,14 @@ def test_a_killed_engine_is_reported_and_the_next_call_gets_a_new_one_at_the_ver
 def test_bad_input_keeps_its_type_and_message_across_the_process_border():
     with pytest.raises(BadInput, match="amount: must be positive"):
         engine("refuses").call("tests.integration.test_actors:refuse")
+
+
+def test_an_engine_that_failed_unexpectedly_is_replaced_for_nobody_knows_its_state():
+    handle = engine("breaks")
+    pid = handle.load()
+    with pytest.raises(RuntimeError, match="half of a step is done"):
+        handle.call("tests.integration.test_actors:break_down")
+    assert handle.load() != pid
 
 
 def test_an_engine_that_does_not_answer_is_stopped_and_replaced():

@@ -87,6 +87,14 @@ def test_samples_share_a_prompt_of_any_length(engine: RolloutEngine, tokens: int
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-4)
 
 
+def test_prompts_of_more_tokens_than_vllm_computes_in_a_step_are_sampled_as_alone(engine: RolloutEngine):
+    many = prompts(*(f"{number:03}" + "x" * 60 for number in range(80)))
+    table, _ = engine.sample(many, samples=1, seed=3, max_new_tokens=2)
+    assert sum(len(ids) for ids in table["prompt_ids"].to_pylist()) > 4096
+    last, _ = engine.sample(many.slice(79), samples=1, seed=3, max_new_tokens=2)
+    assert table.slice(79)["response_ids"].to_pylist() == last["response_ids"].to_pylist()
+
+
 def test_logprobs_are_of_the_distribution_that_was_sampled(engine: RolloutEngine):
     table, _ = engine.sample(PROMPTS, samples=1, temperature=0.5, max_new_tokens=1)
     plain, _ = engine.sample(PROMPTS, samples=1, temperature=1.0, max_new_tokens=1)
