@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 FRAME_BYTES = 64 * 2**20
 """Of weights in a frame, at most, but for a single bigger tensor; less for small models (`frame_bytes`)."""
 FILE_BYTES = 32 * 2**20
-_WORKERS = 2
+_WORKERS, _WAITING = 2, 4
+"""Groups that are coded at a time, and that may wait for an earlier one: an embedding takes as long as several."""
 
 
 def frame_bytes(model_bytes: int) -> int:
@@ -49,7 +50,7 @@ class _Coded:
 class DeltaFiles:
     """Codes tensors against `parent` and writes delta-*.bin into `writer`; `parent` becomes the new version on the way.
 
-    At most `_WORKERS` + 1 groups are held. `add` may not be called for a tensor that the parent lacks.
+    At most `_WORKERS` + `_WAITING` + 1 groups are held. `add` may not be called for a tensor that the parent lacks.
     """
 
     def __init__(self, writer: "ArtifactWriter", parent: "Mirror", group_bytes: int):
@@ -90,7 +91,7 @@ class DeltaFiles:
             return
         group, self._group = self._group, None
         self._pending.append(self._pool.submit(_code, group, self.parent))
-        while len(self._pending) > _WORKERS:
+        while len(self._pending) > _WORKERS + _WAITING:
             self._take()
 
     def _take(self) -> None:
