@@ -157,7 +157,7 @@ class TrainConfig(Config):
         sync, mxfp8 = values.get("sync") or {}, values.get("mxfp8") or {}
         if not (isinstance(sync, dict) and isinstance(mxfp8, dict)) or sync.get("probe_tolerance") is not None:
             return values
-        return values | {"sync": sync | {"probe_tolerance": 0.5 if mxfp8.get("train", True) else 5.0}}
+        return values | {"sync": sync | {"probe_tolerance": 2.0 if mxfp8.get("train", True) else 5.0}}
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -117,7 +117,7 @@ def start_ray(address: str | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray's own 15 leaves engines what the machine's other work does not want.
+    # Ray's own 15 would leave the engines what the machine's other work does not want.
     os.environ.setdefault("RAY_worker_niceness", "0")
     address = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}

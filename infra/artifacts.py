@@ -1,8 +1,9 @@
 """Immutable artifacts: data files, then a manifest, written last by a conditional put. No manifest, no artifact.
 
 A writer puts its files in a folder of its own below the key, so racing writers never touch each other's; the first
-manifest wins and names the folder that counts. Data is Parquet, safetensors, JSON or plain bytes: nothing read from a
-store is ever unpickled.
+manifest wins and names the folder that counts. Writers of big files that come out equal when they are made again share
+them instead (`resumable`): a file's name holds its digest, so that what is there is what would be written. Data is
+Parquet, safetensors, JSON or plain bytes: nothing read from a store is ever unpickled.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from infra.errors import BadInput, Corrupted, Transient
-from infra.manifest import MANIFEST, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest
+from infra.manifest import MANIFEST, SHARED, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest, place
 from infra.store import Buffer, Sink, Store, check_key
 
 if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
@@ -39,6 +40,9 @@ class ArtifactWriter:
     An exception inside the block leaves nothing visible. When another writer was first, `ref` is that writer's, and
     `adopted` is True. `metadata` and `provenance` may be filled in until the block ends. Files are made durable in the background
     while the next one is written; the manifest waits for all of them.
+
+    `resumable`: a writer that failed or died leaves its files, and the next one of the key, in whatever process, does not
+    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written.
     """
 
     ref: ArtifactRef
@@ -55,22 +59,23 @@ class ArtifactWriter:
         metadata: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
         schema_version: int = 1,
+        resumable: bool = False,
     ):
         self.store = store / key
         self.kind, self.schema_version = kind, schema_version
         self.inputs, self.config_hash = list(inputs), config_hash
         self.metadata = dict(metadata or {})
         self.provenance = provenance if provenance is not None else {}
-        self.folder = f"files-{uuid.uuid4().hex[:16]}"
+        self.folder = SHARED if resumable else f"files-{uuid.uuid4().hex[:16]}"
         self._files: dict[str, FileEntry] = {}
+        self._shared: list[str] = []  # keys of shared files that this one wrote
         self._closing: list[Future[None]] = []
         self._is_garbage = True
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="artifact")
 
     def bytes(self, name: str, data: Buffer) -> None:
         """A file of any content. `name` is its full name."""
-        with self._file(name) as file:
-            file.write(data)
+        self._put(name, [data])
 
     def json(self, name: str, value: Any) -> None:
         """`name`.json, with sorted keys. NaN and infinity are BadInput: JSON has no such numbers."""
@@ -98,15 +103,53 @@ class ArtifactWriter:
         where: dict[str, str] = {}
         for i, group in enumerate(shards(tensors, shard_bytes or SHARD_BYTES)):
             file_name = f"{name}-{i:05d}.safetensors"
-            with self._file(file_name) as file:
-                write_safetensors(group, file.write)
+            pieces: list[Buffer] = []
+            write_safetensors(group, pieces.append)
+            self._put(file_name, pieces)
             where.update(dict.fromkeys(group, file_name))
         return where
 
-    def _file(self, name: str) -> "_HashingFile":
+    def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
+        if self.folder == SHARED:
+            self._share(name, pieces)
+            return
+        with self._file(name) as file:
+            for piece in pieces:
+                file.write(piece)
+
+    def _share(self, name: str, pieces: Sequence[Buffer]) -> None:
+        """Write a file unless it is there: written by one that died, or just now by another."""
+        self._check(name)
+        hasher, size = blake3(max_threads=blake3.AUTO), 0
+        for piece in pieces:
+            hasher.update(piece)
+            size += len(piece)
+        entry = FileEntry(name=name, bytes=size, digest=name_digest(hasher))
+        key = place(self.folder, entry)
+        self._files[name] = entry
+        if self.store.size(key) == size:
+            return
+        try:
+            sink = self.store.open(key)
+        except FileExistsError:
+            return
+        try:
+            for piece in pieces:
+                sink.write(piece)
+        except BaseException:
+            with suppress(Exception):
+                sink.abort()
+            raise
+        self._shared.append(key)
+        self._closing.append(self._pool.submit(sink.close))
+
+    def _check(self, name: str) -> None:
         check_key(name)
         if name in self._files:
             raise BadInput(f"{self.store.url}: file {name!r} is written twice")
+
+    def _file(self, name: str) -> "_HashingFile":
+        self._check(name)
         return _HashingFile(self, name, self.store.open(f"{self.folder}/{name}"))
 
     def _written(self, entry: FileEntry, sink: Sink) -> None:
@@ -129,8 +172,9 @@ class ArtifactWriter:
             return False
         finally:
             self._pool.shutdown(wait=True)
-            if self._is_garbage:
-                with suppress(Exception):  # garbage is invisible; the first fault is what matters
+            # Garbage is invisible; the first fault is what matters. Another may count on shared files: they stay.
+            if self._is_garbage and self.folder != SHARED:
+                with suppress(Exception):
                     self.store.delete(self.folder)
 
     def _commit(self) -> None:
@@ -150,7 +194,7 @@ class ArtifactWriter:
         self._is_garbage = False  # a put that raises may have arrived: the files must stay until it is known
         if self.store.create(MANIFEST, data):
             self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
-            self._sweep()
+            self._sweep(manifest.places)
             return
         winner = self._adopt()
         if winner is None:
@@ -163,16 +207,26 @@ class ArtifactWriter:
         winner = _read_manifest(self.store)
         if winner is not None:
             self._is_garbage, self.adopted = True, True
+            # Whoever else is writing will find the manifest too: nobody can need the others any more.
+            kept = winner.places
+            for key in self._shared:
+                if key not in kept:
+                    with suppress(Exception):
+                        self.store.delete(key)
             self.ref = ArtifactRef(kind=winner.kind, uri=self.store.url, digest=winner.digest)
         return winner
 
-    def _sweep(self) -> None:
+    def _sweep(self, kept: set[str]) -> None:
         """Drop what writers that died, or will lose, left under this key."""
         with suppress(Exception):
-            folders = {key.partition("/")[0] for key in self.store.keys("")}
-            for folder in folders - {self.folder, MANIFEST}:
+            keys = self.store.keys("")
+            folders = {key.partition("/")[0] for key in keys}
+            for folder in folders - {self.folder, SHARED}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
+            for key in keys:
+                if key.startswith(f"{SHARED}/") and key not in kept:
+                    self.store.delete(key)
 
 
 class _HashingFile:
@@ -262,7 +316,7 @@ class Artifact:
         if entry is None:
             raise BadInput(f"{self.ref.uri} has no file {name!r}; its files: {self.names}")
         try:
-            data = self.store.buffer(f"{self.manifest.folder}/{name}")
+            data = self.store.buffer(place(self.manifest.folder, entry))
         except FileNotFoundError as error:
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:

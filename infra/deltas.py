@@ -21,10 +21,6 @@ FRAME_BYTES = 64 * 2**20
 """Of weights in a frame, at most, but for a single bigger tensor; less for small models (`frame_bytes`)."""
 FILE_BYTES = 32 * 2**20
 _WORKERS = 2
-_DENSE = 0.3
-"""Share of changed elements from which a tensor has a frame of its own."""
-_WIDE = 0.5
-"""Share of changed elements from which 4-byte words are stored: coding them all is slower than a disk."""
 
 
 def frame_bytes(model_bytes: int) -> int:
@@ -120,24 +116,11 @@ class DeltaFiles:
 def _code(group: _Group, parent: "Mirror") -> _Coded:
     """Runs in a worker: what did not change is neither hashed nor coded."""
     old = [parent.words(name) for name in group.names]
-    counts = [int(np.count_nonzero(a != b)) for a, b in zip(old, group.new, strict=True)]
-    sparse, digests, frames = [], {}, []
-    for index, (name, count) in enumerate(zip(group.names, counts, strict=True)):
-        if count:
-            digests[name] = digest_of(memoryview(group.new[index]).cast("B"))
-        if count > _DENSE * len(old[index]):  # by itself: it may have to be stored as it is
-            frames.append(([name], _frame([old[index]], [group.new[index]], count, group.layout)))
-        elif count:
-            sparse.append(index)
-    if sparse:
-        olds, news = [old[i] for i in sparse], [group.new[i] for i in sparse]
-        frames.append(([group.names[i] for i in sparse], frame.encode(olds, news, group.layout)))
-    for index, count in enumerate(counts):
-        if count:
-            old[index][:] = group.new[index]
+    changed = [index for index, words in enumerate(old) if not np.array_equal(words, group.new[index])]
+    olds, news = [old[i] for i in changed], [group.new[i] for i in changed]
+    names = [group.names[i] for i in changed]
+    digests = {name: digest_of(memoryview(new).cast("B")) for name, new in zip(names, news, strict=True)}
+    frames = [(names, frame.encode(olds, news, group.layout))] if changed else []
+    for before, after in zip(olds, news, strict=True):
+        before[:] = after
     return _Coded(digests, frames)
-
-
-def _frame(old: list[np.ndarray], new: list[np.ndarray], changed: int, layout: Layout) -> bytes:
-    wide = layout.word == 4 and changed > _WIDE * sum(len(words) for words in old)
-    return frame.store(new) if wide else frame.encode(old, new, layout)

@@ -28,9 +28,12 @@ class Files:
 
     def open(self, path: str) -> "_FileSink":
         """Begin a file."""
+        folder = os.path.dirname(path)
         with _access(path):
-            _make_folder(os.path.dirname(path))
-            return _FileSink(path)
+            _make_folder(folder)
+            if os.path.exists(path):
+                raise FileExistsError(path)
+            return _FileSink(f"{folder}/.{uuid.uuid4().hex}.tmp", path)
 
     def put(self, path: str, data: bytes) -> None:
         """Rename a finished file over the name."""
@@ -94,8 +97,10 @@ class Files:
 
 
 class _FileSink:
-    def __init__(self, path: str):
-        self._path = path
+    """Writes the file `path`, which gets its name `final` (None: keeps its own) when it is closed."""
+
+    def __init__(self, path: str, final: str | None = None):
+        self._path, self._final = path, final or path
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
 
     def write(self, data: Buffer) -> int:
@@ -108,6 +113,8 @@ class _FileSink:
     def close(self) -> None:
         with self._file:
             os.fsync(self._file.fileno())
+        if self._final != self._path:
+            os.rename(self._path, self._final)
         _sync_folder(os.path.dirname(self._path))
 
     def abort(self) -> None:

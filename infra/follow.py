@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from infra import policy
+from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
 from infra.errors import Corrupted
 
@@ -125,9 +125,9 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
     newest = policy.describe(ref)
     if newest.adapter_config is not None:
         if engine.version != newest.policy_digest:
-            yield engine.prepare_adapter(dict(policy.read(ref)), newest.adapter_config), newest.policy_digest
+            yield engine.prepare_adapter(dict(policy_read.read(ref)), newest.adapter_config), newest.policy_digest
         return
-    path = policy.chain(ref, engine.version)
+    path = policy_read.chain(ref, engine.version)
     if path and path[0][1].is_delta and path[0][1].base == engine.version:
         try:
             for at, what in path:
@@ -138,7 +138,7 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
         except Corrupted as fault:
             _log.warning("the engine gets %s whole: %s", ref.uri, fault)
     if path:
-        yield engine.prepare_whole(policy.read(ref)), path[-1][1].policy_digest
+        yield engine.prepare_whole(policy_read.read(ref)), path[-1][1].policy_digest
 
 
 def decode(
@@ -161,7 +161,7 @@ def decode(
     checks: list[Future[None]] = []
     decoded: list[tuple[str, torch.dtype, Changes]] = []
     with ThreadPoolExecutor(_HASHERS, thread_name_prefix="verify") as pool:
-        for name, changes in policy.changes(ref, what, words):
+        for name, changes in policy_read.changes(ref, what, words):
             info = what.tensors[name]
             while len(checks) >= 2 * _HASHERS:  # bounds the tensors that are held
                 checks.pop(0).result()

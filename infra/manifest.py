@@ -16,6 +16,8 @@ from infra.errors import BadInput, Corrupted
 from infra.store import Buffer
 
 MANIFEST = "manifest.json"
+SHARED = "shared"
+"""The folder of writers that share files: a file's name there begins with its digest."""
 _SEVERAL_CORES_FROM = 2**20  # bytes; below this, starting threads costs more than it saves
 
 
@@ -76,6 +78,15 @@ class Manifest(Frozen):
         content["inputs"] = [{"kind": ref.kind, "digest": ref.digest} for ref in self.inputs]
         return digest_of(canonical(content))
 
+    def place(self, name: str) -> str:
+        """Where the file `name` lies, below the artifact's key. KeyError when there is none."""
+        return place(self.folder, {entry.name: entry for entry in self.files}[name])
+
+    @property
+    def places(self) -> set[str]:
+        """Where all files lie."""
+        return {place(self.folder, entry) for entry in self.files}
+
     def encode(self) -> bytes:
         """The only spelling of this manifest, sealed: any changed byte is found by `decode`."""
         content = self.model_dump(mode="json")
@@ -93,6 +104,12 @@ class Manifest(Frozen):
         if manifest.encode() != data:
             raise Corrupted(f"{uri}/{MANIFEST} is damaged: its seal does not fit its content")
         return manifest
+
+
+def place(folder: str, entry: FileEntry) -> str:
+    """Where a writer with this folder puts a file, below the artifact's key."""
+    prefix = f"{entry.digest.removeprefix('blake3:')[:32]}-" if folder == SHARED else ""
+    return f"{folder}/{prefix}{entry.name}"
 
 
 def digest_of(data: Buffer) -> str:

@@ -146,7 +146,8 @@ class Store:
         return self.backend.size(self.path(key))
 
     def open(self, key: str) -> Sink:
-        """Begin a new object, written in pieces, under a name that nobody has used. FileExistsError on file://."""
+        """Begin a new object, written in pieces, under a name that nobody has used (FileExistsError on file://) but for
+        the same content."""
         return self.backend.open(self.path(key))
 
     def put(self, key: str, data: bytes) -> None:
@@ -183,13 +184,14 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
         schema_version: int = 1,
+        resumable: bool = False,
     ) -> "ArtifactWriter":
         """Write the artifact `key` in a with-block; see ArtifactWriter."""
         from infra.artifacts import ArtifactWriter
 
         return ArtifactWriter(
             self, key, kind, inputs=inputs, config_hash=config_hash, metadata=metadata, provenance=provenance,
-            schema_version=schema_version,
+            schema_version=schema_version, resumable=resumable,
         )  # fmt: skip
 
     def find(self, key: str) -> "ArtifactRef | None":

@@ -92,11 +92,20 @@ def read_safetensors(data: Buffer) -> Iterator[tuple[str, Tensor]]:
 
 def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
     """{name: shape} of every tensor in a folder's safetensors files: what a full policy of this model consists of."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {name: tuple(entry["shape"]) for name, entry in _checkpoint_header(model_dir).items()}
+
+
+def checkpoint_dtypes(model_dir: str) -> dict[str, torch.dtype]:
+    """{name: dtype} of the same."""
+    return {name: DTYPES[entry["dtype"]] for name, entry in _checkpoint_header(model_dir).items()}
+
+
+def _checkpoint_header(model_dir: str) -> dict[str, dict[str, Any]]:
+    tensors: dict[str, dict[str, Any]] = {}
     for path in sorted(Path(model_dir).glob("*.safetensors")):
         with path.open("rb") as file:
             header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    if not shapes:
+        tensors |= {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if not tensors:
         raise BadInput(f"model folder {model_dir}: no tensors in *.safetensors")
-    return shapes
+    return tensors

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -25,6 +26,10 @@ class FaultyS3:
         """Faults that were injected, by name."""
         self.requests: Counter[str] = Counter()
         """Requests, by method."""
+        self.written = 0
+        """Bytes of the PUTs that the server took."""
+        self.after_write: Callable[[], object] | None = None
+        """Called when it has taken one, before the reply."""
         self.lists: dict[str, bytes] = {}
 
     @property
@@ -45,6 +50,12 @@ class FaultyS3:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def wrote(self, size: int) -> None:
+        with self.lock:
+            self.written += size
+            if self.after_write is not None:
+                self.after_write()
 
     def choose(self, method: str, path: str) -> str | None:
         """The fault of a request, if any."""
@@ -93,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         reply = connection.getresponse()
         data = reply.read()
         headers = {name: value for name, value in reply.getheaders() if name.lower() not in _HOPS}
+        if self.command == "PUT" and reply.status == 200:
+            self.faulty.wrote(len(body))
         if "list-type" in self.path:
             if fault == "stale list":
                 data = self.faulty.lists.get(self.path, data)

@@ -1,8 +1,9 @@
 """Frames: the changes of a few tensors, coded against their parent. What a delta version's files are made of.
 
-A frame codes tensors of one layout as one long row of words, cut into segments. Per segment and bucket it says how many
-changes there are and their class; the classes' tokens are entropy coded over the whole frame. Words that cannot be had
-smaller are stored as they are.
+A frame codes tensors of one layout as one long row of words, cut into segments. Of a segment of which little changed it
+says, by bucket, how many changes there are and their class; the classes' tokens are entropy coded over the whole frame.
+One of which much changed is coded by itself (infra/codec/dense.py). Words that cannot be had smaller are stored as they
+are.
 """
 
 import struct
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
-from infra.codec import rans, scan, tokens
+from infra.codec import dense, rans, scan, tokens
 from infra.codec.layout import Layout, frozen
 from infra.errors import Corrupted
 from infra.store import Buffer
@@ -22,8 +23,13 @@ SEGMENT = 1 << 21
 """Words of a segment."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
-_CODED, _STORED = 3, 2
-_HEADER = "<BIIIII"  # kind of frame; bytes of head and raw bits; segments, table entries, streams
+FORMAT, _STORED = 4, 2
+"""Kinds of frame: coded, by this version of the code; stored."""
+_EVENTS, _TOKENS, _RAW = range(3)
+"""What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
+_MUCH = 0.25
+"""Share of changed words from which a segment has a token for each."""
+_HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
 @dataclass
@@ -74,7 +80,8 @@ def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
 def encode(old: Sequence[np.ndarray], new: Sequence[np.ndarray], layout: Layout) -> bytes:
     """The frame that makes `new` of `old`: words of one layout, flat, equal sizes pairwise.
 
-    Holds beside them, at most: the coded frame, and about 25 bytes for each word of one segment.
+    Holds beside them, at most: the coded frame, the tokens of what changed, and, for each changed word of one segment, 20
+    bytes.
     """
     coder = _Encoder(layout)
     for segment in _segments([len(words) for words in old]):
@@ -96,7 +103,7 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
         raise Corrupted("a frame of weight changes is empty")
     if view[0] == _STORED:
         return _decode_stored(view[1:], old, layout)
-    if view[0] != _CODED:
+    if view[0] != FORMAT:
         raise Corrupted(f"a frame of weight changes is of kind {view[0]}, which this code does not read")
     try:
         return _Decoder(view, layout).run(old)
@@ -106,8 +113,10 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
 
 def warm_up(layout: Layout) -> None:
     """Compile the codec for a layout, or load what was compiled on this machine before; seconds, the first time."""
-    old = [np.arange(64, dtype=layout.dtype)]
-    decode(encode(old, [old[0] + old[0] % 3 // 2], layout), old, layout)
+    old = np.arange(4096).astype(layout.dtype)
+    for every in (2, 16):  # much changed, and little
+        new = old + (np.arange(len(old)) % every == 0).astype(layout.dtype)
+        decode(encode([old], [new], layout), [old], layout)
 
 
 def _decode_stored(view: memoryview, old: Sequence[np.ndarray], layout: Layout) -> list[Changes]:
@@ -126,46 +135,59 @@ class _Encoder:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.table: list[tuple[int, int, int]] = []  # bucket, class, changes
+        self.kinds: list[int] = []  # per segment
         self.rows: list[int] = []  # buckets with changes, per segment
-        self.heads: list[int] = []  # bytes of raw bits, per segment
-        self.bits: list[bytes] = []
+        self.bodies: list[bytes] = []  # per segment
         self.streams: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)  # (class, 0 gaps or 1 steps)
 
     def add(self, old: np.ndarray, new: np.ndarray) -> None:
-        layout, n = self.layout, len(old)
-        buckets, gaps, steps = np.empty(n, np.uint8), np.empty(n, np.int32), np.empty(n, np.int64)
-        sizes, starts = np.empty(256, np.int64), np.empty(257, np.int64)
+        changed, kind, rows = int(np.count_nonzero(old != new)), _EVENTS, 0
+        if changed > _MUCH * len(old):
+            kind, body = _TOKENS, dense.encode(old, new, self.layout, changed)
+            if len(body) > new.nbytes:
+                kind, body = _RAW, new.tobytes()
+        else:
+            rows, body = self._add_events(old, new, changed)
+        self.kinds.append(kind)
+        self.rows.append(rows)
+        self.bodies.append(body)
+
+    def _add_events(self, old: np.ndarray, new: np.ndarray, changed: int) -> tuple[int, bytes]:
+        """Buckets with changes, and raw bits."""
+        layout, room = self.layout, changed + 1
+        buckets, gaps, steps = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, np.uint32)
+        sorted_gaps, sorted_steps = np.empty(changed, np.uint32), np.empty(changed, np.uint32)
+        sizes, starts, classes = np.empty(256, np.int64), np.empty(257, np.int64), np.zeros(256, np.uint8)
         full = (1 << 8 * layout.word) - 1
-        count = scan.find_events(old, new, layout.sign, layout.shift, layout.mask, full, buckets, gaps, steps, sizes)
-        classes = np.zeros(256, np.uint8)
-        sorted_gaps, sorted_steps = np.empty(count, np.int64), np.empty(count, np.int64)
-        tokens.sort_events(buckets, gaps, steps, count, sizes, starts, classes, sorted_gaps, sorted_steps)
-        bits, head = np.zeros(8 * count + 16, np.uint8), 0
-        used = np.flatnonzero(np.diff(starts))
-        for bucket in used.tolist():
+        scan.find_events(old, new, layout.sign, layout.shift, layout.mask, full, buckets, gaps, steps, sizes)
+        tokens.sort_events(buckets, gaps, steps, changed, sizes, starts, classes, sorted_gaps, sorted_steps)
+        bits, place = np.empty(2 * changed + 1, np.uint32), (0, 0, 0)
+        used = np.flatnonzero(np.diff(starts)).tolist()
+        for bucket in used:
             begin, end, kind = int(starts[bucket]), int(starts[bucket + 1]), int(classes[bucket])
-            dense = kind >= tokens.DENSE
-            gap_tokens = np.empty(0 if dense else end - begin, np.uint8)
-            step_tokens = np.empty(int(sorted_gaps[begin:end].sum()) if dense else end - begin, np.uint8)
-            *_, head = tokens.put_events(
-                sorted_gaps[begin:end], sorted_steps[begin:end], dense, gap_tokens, step_tokens, bits, head
-            )
+            by_element = kind >= tokens.DENSE
+            events = sorted_gaps[begin:end], sorted_steps[begin:end]
+            gap_tokens = np.empty(0 if by_element else end - begin, np.uint8)
+            step_tokens = np.empty(int(events[0].sum()) if by_element else end - begin, np.uint8)
+            place = tokens.put_events(*events, by_element, gap_tokens, step_tokens, bits, *place)
             self.table.append((bucket, kind, end - begin))
             self.streams[kind, 0].append(gap_tokens)
             self.streams[kind, 1].append(step_tokens)
-        self.rows.append(len(used))
-        self.heads.append(-(-head // 8))
-        self.bits.append(bits[: self.heads[-1]].tobytes())
+        head, held, count = place
+        bits[head] = held
+        return len(used), bits[: head + (count > 0)].tobytes()
 
     def finish(self) -> bytes:
         table = np.array(self.table, np.uint32).reshape(-1, 3)
         streams = {key: np.concatenate(parts) for key, parts in sorted(self.streams.items())}
         streams = {key: stream for key, stream in streams.items() if len(stream)}
-        shares = [rans.table(stream) for stream in streams.values()]
-        coded = [rans.encode(stream, table) for stream, table in zip(streams.values(), shares, strict=True)]
+        shares = [rans.table(tokens.counts(stream)) for stream in streams.values()]
+        coded = [rans.encode(stream, table[None]) for stream, table in zip(streams.values(), shares, strict=True)]
+        bodies = [len(body) for body in self.bodies]
         head = [
+            np.array(self.kinds, np.uint8),
             np.array(self.rows, np.uint16),
-            np.array(self.heads, np.uint32),
+            np.array(bodies, np.uint32),
             table[:, 0].astype(np.uint8),
             table[:, 1].astype(np.uint8),
             # Low bytes first, and so below: high ones are mostly 0.
@@ -175,8 +197,8 @@ class _Encoder:
             _planes(np.array(shares, np.uint16)),
         ]
         packed = zstandard.ZstdCompressor(level=9).compress(b"".join(part.tobytes() for part in head))
-        sizes = (len(packed), sum(self.heads), len(self.rows), len(table), len(streams))
-        return b"".join([struct.pack(_HEADER, _CODED, *sizes), packed, *self.bits, *coded])
+        sizes = (len(packed), sum(bodies), len(self.rows), len(table), len(streams))
+        return b"".join([struct.pack(_HEADER, FORMAT, *sizes), packed, *self.bodies, *coded])
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
@@ -188,14 +210,15 @@ def _planes(values: np.ndarray) -> np.ndarray:
 class _Decoder:
     def __init__(self, view: memoryview, layout: Layout):
         self.layout = layout
-        _, packed, raw, segments, entries, streams = struct.unpack_from(_HEADER, view)
+        _, packed, bodies, segments, entries, streams = struct.unpack_from(_HEADER, view)
         at = struct.calcsize(_HEADER)
         self.head, self.at = zstandard.ZstdDecompressor().decompress(view[at : at + packed]), 0
         at += packed
-        self.bits = np.frombuffer(view[at : at + raw], np.uint8)
-        at += raw
+        self.bodies = view[at : at + bodies]
+        at += bodies
+        self.kinds = self._take(np.uint8, segments).tolist()
         self.rows = self._take(np.uint16, segments).tolist()
-        self.heads = self._take(np.uint32, segments).tolist()
+        self.sizes = self._take(np.uint32, segments).tolist()
         self.buckets = self._take(np.uint8, entries).tolist()
         self.classes = self._take(np.uint8, entries).tolist()
         self.counts = self._take_planes(np.uint32, entries).tolist()
@@ -204,7 +227,7 @@ class _Decoder:
         shares = self._take_planes(np.uint16, 256 * streams).reshape(-1, 256)
         self.streams = defaultdict(lambda: frozen(np.empty(0, np.uint8)))
         for (kind, stream), (count, size), table in zip(keys, sizes, shares, strict=True):
-            self.streams[kind, stream] = frozen(rans.decode(view[at : at + size], table, count))
+            self.streams[kind, stream] = frozen(rans.decode(view[at : at + size], table[None], count))
             at += size
 
     def _take(self, dtype: type, count: int) -> np.ndarray:
@@ -220,35 +243,44 @@ class _Decoder:
     def run(self, old: Sequence[np.ndarray]) -> list[Changes]:
         found: list[list[Changes]] = [[] for _ in old]
         segments = list(_segments([len(words) for words in old]))
-        if len(segments) != len(self.rows):
-            raise ValueError(f"{len(self.rows)} segments, expected {len(segments)}")
+        if len(segments) != len(self.kinds):
+            raise ValueError(f"{len(self.kinds)} segments, expected {len(segments)}")
         entry, byte = 0, 0
         at: dict[tuple[int, int], int] = defaultdict(int)
-        for segment, rows, size in zip(segments, self.rows, self.heads, strict=True):
-            bits = np.concatenate([self.bits[byte : byte + size], np.zeros(16, np.uint8)])
-            positions, values = self._segment(segment.row(old), range(entry, entry + rows), bits, at)
-            _distribute(segment, positions, values, found)
+        for segment, kind, rows, size in zip(segments, self.kinds, self.rows, self.sizes, strict=True):
+            row, body = segment.row(old), self.bodies[byte : byte + size]
+            # A segment of one tensor has its positions there at once.
+            first = segment.parts[0][1] if len(segment.parts) == 1 else 0
+            if kind == _EVENTS:
+                changes = self._events(row, range(entry, entry + rows), body, at, first)
+            else:
+                changes = (
+                    Changes(*dense.decode(body, row, self.layout, first)) if kind == _TOKENS else _raw(row, body, first)
+                )
+            _distribute(segment, changes, found)
             entry, byte = entry + rows, byte + size
         return [_join(parts, self.layout) for parts in found]
 
-    def _segment(
-        self, old: np.ndarray, entries: range, bits: np.ndarray, at: dict[tuple[int, int], int]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _events(
+        self, old: np.ndarray, entries: range, body: memoryview, at: dict[tuple[int, int], int], first: int
+    ) -> Changes:
         starts = np.zeros(257, np.int64)
         for entry in entries:
             starts[self.buckets[entry] + 1] = self.counts[entry]
         starts = np.cumsum(starts)
-        gaps, steps = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
-        head = 0
+        if starts[-1] > len(old):
+            raise ValueError("there are more changes than words")
+        gaps, steps = np.empty(starts[-1], np.uint32), np.empty(starts[-1], np.uint32)
+        bits, place = np.frombuffer(bytes(body), np.uint32), (0, 0, 0)
         for entry in entries:
             kind, bucket = self.classes[entry], self.buckets[entry]
             begin, end = starts[bucket], starts[bucket + 1]
-            used_gaps, used_steps, head = tokens.get_events(
+            used_gaps, used_steps, *place = tokens.get_events(
                 kind >= tokens.DENSE,
                 self.streams[kind, 0][at[kind, 0] :],
                 self.streams[kind, 1][at[kind, 1] :],
                 bits,
-                head,
+                *place,
                 gaps[begin:end],
                 steps[begin:end],
             )
@@ -257,23 +289,35 @@ class _Decoder:
             at[kind, 0] += used_gaps
             at[kind, 1] += used_steps
         layout = self.layout
-        positions, values = np.empty(len(gaps), np.int64), np.empty(len(gaps), layout.dtype)
+        changes = Changes(np.empty(len(gaps), np.int64), np.empty(len(gaps), layout.dtype))
         full = (1 << 8 * layout.word) - 1
         placed = scan.place_events(
-            old, layout.sign, layout.shift, layout.mask, full, starts, gaps, steps, positions, values
-        )
+            old, first, layout.sign, layout.shift, layout.mask, full, starts, gaps, steps, changes.positions,
+            changes.values,
+        )  # fmt: skip
         if placed != len(gaps):
             raise ValueError("changes lie beyond the tensors")
-        return positions, values
+        return changes
 
 
-def _distribute(segment: _Segment, positions: np.ndarray, values: np.ndarray, found: list[list[Changes]]) -> None:
+def _raw(old: np.ndarray, body: memoryview, first: int) -> Changes:
+    new = np.frombuffer(body, old.dtype)
+    if len(new) != len(old):
+        raise ValueError("stored words do not have their parent's size")
+    positions = np.flatnonzero(new != old)
+    return Changes(positions + first, new[positions])
+
+
+def _distribute(segment: _Segment, changes: Changes, found: list[list[Changes]]) -> None:
     """A segment's changes to the tensors that it is made of."""
+    if len(segment.parts) == 1:
+        found[segment.parts[0][0]].append(changes)
+        return
     offset = 0
     for index, begin, end in segment.parts:
-        low, high = np.searchsorted(positions, [offset, offset + end - begin])
+        low, high = np.searchsorted(changes.positions, [offset, offset + end - begin])
         if high > low:
-            found[index].append(Changes(positions[low:high] + (begin - offset), values[low:high]))
+            found[index].append(Changes(changes.positions[low:high] + (begin - offset), changes.values[low:high]))
         offset += end - begin
 
 

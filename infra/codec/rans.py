@@ -1,8 +1,8 @@
-"""Entropy coding of tokens: interleaved rANS (Duda, arXiv:1311.2540) over one static table a stream.
+"""Entropy coding of tokens: interleaved rANS (Duda, arXiv:1311.2540) over static tables, one a context.
 
 The tables are skewed (a step is mostly +-1, an element mostly unchanged), where a Huffman coder wastes a tenth, and the
-streams long, where constriction's coders take 30 to 90 ns a token; this takes a few. Four states, so that a processor
-works on four tokens at once; 32-bit states, 16-bit words, probabilities in 4096ths.
+streams long, where constriction's coders take 30 to 90 ns a token; this takes one or two. Four states, so that a
+processor works on four tokens at once; 32-bit states, 16-bit words, probabilities in 4096ths.
 """
 
 import numpy as np
@@ -10,93 +10,173 @@ from numba import njit
 
 from infra.codec.layout import frozen
 
-_BITS = 12
-_LANES = 4
+BITS = 12
+LANES = 4
+_PADDING = 2 * LANES  # words that a decoder may read beyond a stream before it looks
+_ONE, _SLOTS = np.uint64(1), np.uint64(1 << BITS)
+_SHARE, _BEGIN, _SHIFT = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
+_WORD, _FULL = np.uint64(16), np.uint64(20)
+_INDEX = np.uint32  # numba looks at a signed index for its sign
 
 
-def table(tokens: np.ndarray) -> np.ndarray:
-    """uint16 [256]: each token's share in 4096ths, at least 1 for what occurs; the sum is 4096. tokens: uint8 [n > 0]."""
-    counts = np.bincount(tokens, minlength=256)
-    shares = np.where(counts > 0, np.maximum(1, np.round(counts * ((1 << _BITS) / len(tokens)))), 0).astype(np.int64)
-    while (excess := shares.sum() - (1 << _BITS)) != 0:  # taken where it costs least: from the largest
+def table(counts: np.ndarray) -> np.ndarray:
+    """uint16 [256]: each token's share in 4096ths, at least 1 for what occurs; the sum is 4096. counts: [256], not all 0."""
+    shares = np.where(counts > 0, np.maximum(1, np.round(counts * ((1 << BITS) / counts.sum()))), 0).astype(np.int64)
+    while (excess := shares.sum() - (1 << BITS)) != 0:  # taken where it costs least: from the largest
         largest = shares.argmax()
         shares[largest] -= min(excess, shares[largest] // 2) if excess > 0 else excess
     return shares.astype(np.uint16)
 
 
-def encode(tokens: np.ndarray, shares: np.ndarray) -> bytes:
-    """The stream of tokens [n > 0] under `table(tokens)`."""
-    words = np.empty(len(tokens) + 2 * _LANES, np.uint16)
-    return words[_encode(frozen(tokens), shares.astype(np.int64), words) :].tobytes()
+def encode(tokens: np.ndarray, tables: np.ndarray, contexts: np.ndarray | None = None) -> bytes:
+    """The stream of tokens uint8 [n > 0], each under its context's table.
+
+    tables: uint16 [contexts, 256], of `table`. contexts: uint8 [n]; None: all are under the first.
+    """
+    words = np.empty(len(tokens) + 2 * LANES, np.uint16)
+    contexts = np.empty(0, np.uint8) if contexts is None else contexts
+    return words[_encode(frozen(tokens), frozen(contexts), _factors(frozen(tables)), words) :].tobytes()
 
 
-def decode(stream: memoryview, shares: np.ndarray, count: int) -> np.ndarray:
-    """uint8 [count]. ValueError when the stream ends too early or the table is none."""
-    if shares.sum() != 1 << _BITS or len(stream) < 4 * _LANES or len(stream) % 2:
+def decode(stream: memoryview, tables: np.ndarray, count: int, contexts: np.ndarray | None = None) -> np.ndarray:
+    """uint8 [count], the inverse. ValueError when the stream ends too early or a table is none."""
+    if len(stream) < 4 * LANES or len(stream) % 2 or (tables.sum(1) != 1 << BITS).any():
         raise ValueError("a stream of tokens is damaged")
-    tokens = np.empty(count, np.uint8)
-    words = np.frombuffer(bytes(stream), np.uint16)  # aligned
-    symbols = np.repeat(np.arange(256, dtype=np.uint8), shares)
-    if _decode(words, shares.astype(np.int64), symbols, tokens) != len(words):
+    tokens, words = np.empty(count, np.uint8), np.zeros(len(stream) // 2 + _PADDING, np.uint16)
+    words[:-_PADDING] = np.frombuffer(stream, np.uint16)
+    contexts = np.empty(0, np.uint8) if contexts is None else contexts
+    if _decode(words, _slots(frozen(tables)), frozen(contexts), tokens) != len(words) - _PADDING:
         raise ValueError("a stream of tokens has another length than its tokens")
     return tokens
 
 
 @njit(cache=True, nogil=True)
-def _encode(tokens, shares, words):
-    """Fills `words` from its end; returns where the stream begins."""
-    begins = np.zeros(257, np.int64)
-    inverse = np.zeros(256, np.float64)
-    for token in range(256):
-        begins[token + 1] = begins[token] + shares[token]
-        if shares[token]:
-            inverse[token] = 1.0 / shares[token]
-    states = np.full(_LANES, 1 << 16, np.int64)
-    head = len(words)
-    for i in range(len(tokens) - 1, -1, -1):
-        token = tokens[i]
-        share = shares[token]
-        state = states[i % _LANES]
-        if state >= share << 20:
-            head -= 1
-            words[head] = state & 0xFFFF
-            state >>= 16
-        quotient = np.int64(state * inverse[token])  # off by one at most
-        rest = state - quotient * share
-        if rest < 0:
-            quotient -= 1
-            rest += share
-        elif rest >= share:
-            quotient += 1
-            rest -= share
-        states[i % _LANES] = (quotient << _BITS) + rest + begins[token]
-    for lane in range(_LANES - 1, -1, -1):
-        head -= 2
-        words[head] = states[lane] & 0xFFFF
-        words[head + 1] = states[lane] >> 16
-    return head
+def _slots(tables):
+    """uint32 [contexts * 4096], for `_pop`: a slot's token, share - 1 << 8, and its place in the share << 20."""
+    slots = np.empty(len(tables) << BITS, np.uint32)
+    at = 0
+    for context in range(len(tables)):
+        for token in range(256):
+            share = np.int64(tables[context, token])
+            for place in range(share):
+                slots[at] = token | (share - 1) << 8 | place << 20
+                at += 1
+    return slots
 
 
 @njit(cache=True, nogil=True)
-def _decode(words, shares, symbols, tokens):
+def _factors(tables):
+    """uint64 [contexts * 256, 3], for `_push`: what a state is multiplied by and added to divide it by the share, and
+    share, begin << 16, shift << 32.
+
+    Exact for 32-bit states: of the reciprocals rounded up and down one is near enough (Robison, "N-bit unsigned division
+    via N-bit multiply-add", 2005)."""
+    factors = np.zeros((len(tables) << 8, 3), np.uint64)
+    for context in range(len(tables)):
+        begin = 0
+        for token in range(256):
+            share = np.int64(tables[context, token])
+            if share == 0:
+                continue
+            shift = 31
+            while 1 << shift - 31 < share:
+                shift += 1
+            factor = ((1 << shift) + share - 1) // share
+            is_down = np.int64(2 * (factor * share - (1 << shift)) > 1 << shift - 31)
+            factor -= is_down
+            symbol = context << 8 | token
+            factors[symbol, 0] = factor
+            factors[symbol, 1] = factor * is_down
+            factors[symbol, 2] = share | begin << 16 | shift << 32
+            begin += share
+    return factors
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _push(state, symbol, factors, words, head):
+    """(new state, head), words written downwards from head."""
+    symbol = _INDEX(symbol)
+    packed = factors[symbol, 2]
+    share = packed & _SHARE
+    words[_INDEX(head - 1)] = np.uint16(state & _SHARE)
+    spills = state >= share << _FULL
+    head -= np.int64(spills)
+    state >>= np.uint64(spills) << np.uint64(4)
+    quotient = (state * factors[symbol, 0] + factors[symbol, 1]) >> (packed >> _SHIFT)
+    return state + ((packed >> _BEGIN) & _SHARE) + quotient * (_SLOTS - share), head
+
+
+@njit(cache=True, nogil=True)
+def _encode(tokens, contexts, factors, words):
+    """Fills `words` from its end; returns where the stream begins."""
+    s0 = s1 = s2 = s3 = _ONE << _WORD
+    head, n = len(words), len(tokens)
+    whole = n // LANES * LANES
+    several = len(contexts) > 0
+    for i in range(n - 1, whole - 1, -1):
+        symbol = np.int64(tokens[i]) + (np.int64(contexts[i]) << 8 if several else 0)
+        if i % LANES == 0:
+            s0, head = _push(s0, symbol, factors, words, head)
+        elif i % LANES == 1:
+            s1, head = _push(s1, symbol, factors, words, head)
+        else:
+            s2, head = _push(s2, symbol, factors, words, head)
+    for group in range(whole // LANES - 1, -1, -1):
+        i = group * LANES
+        a, b, c, d = np.int64(tokens[i]), np.int64(tokens[i + 1]), np.int64(tokens[i + 2]), np.int64(tokens[i + 3])
+        if several:
+            a += np.int64(contexts[i]) << 8
+            b += np.int64(contexts[i + 1]) << 8
+            c += np.int64(contexts[i + 2]) << 8
+            d += np.int64(contexts[i + 3]) << 8
+        s3, head = _push(s3, d, factors, words, head)
+        s2, head = _push(s2, c, factors, words, head)
+        s1, head = _push(s1, b, factors, words, head)
+        s0, head = _push(s0, a, factors, words, head)
+    for state in (s3, s2, s1, s0):
+        head -= 2
+        words[head] = np.uint16(state & _SHARE)
+        words[head + 1] = np.uint16(state >> _WORD)
+    return head
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _pop(state, context, slots, words, head):
+    """(token, new state, head). Reads words[head], needed or not: `head` is the caller's to check."""
+    entry = np.int64(slots[_INDEX((context << BITS) + (state & ((1 << BITS) - 1)))])
+    state = ((entry >> 8 & 0xFFF) + 1) * (state >> BITS) + (entry >> 20)
+    refills = np.int64(state < 1 << 16)
+    state = state << 16 * refills | np.int64(words[_INDEX(head)]) * refills
+    return entry & 0xFF, state, head + refills
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _first(words, lane):
+    """A lane's state at the stream's beginning."""
+    return np.int64(words[2 * lane]) | np.int64(words[2 * lane + 1]) << 16
+
+
+@njit(cache=True, nogil=True)
+def _decode(words, slots, contexts, tokens):
     """Fills `tokens`; returns the words used, -1 if there are too few."""
-    begins = np.zeros(257, np.int64)
-    for token in range(256):
-        begins[token + 1] = begins[token] + shares[token]
-    states = np.empty(_LANES, np.int64)
-    for lane in range(_LANES):
-        states[lane] = np.int64(words[2 * lane]) | np.int64(words[2 * lane + 1]) << 16
-    head = 2 * _LANES
-    for i in range(len(tokens)):
-        state = states[i % _LANES]
-        slot = state & ((1 << _BITS) - 1)
-        token = symbols[slot]
-        tokens[i] = token
-        state = shares[token] * (state >> _BITS) + slot - begins[token]
-        if state < 1 << 16:
-            if head == len(words):
-                return -1
-            state = state << 16 | np.int64(words[head])
-            head += 1
-        states[i % _LANES] = state
+    s0, s1, s2, s3 = _first(words, 0), _first(words, 1), _first(words, 2), _first(words, 3)
+    head, limit, n = 2 * LANES, len(words) - _PADDING, len(tokens)
+    whole, several = n // LANES * LANES, len(contexts) > 0
+    a = b = c = d = 0
+    for i in range(0, whole, LANES):
+        if head > limit:
+            return -1
+        if several:
+            a, b, c, d = contexts[i], contexts[i + 1], contexts[i + 2], contexts[i + 3]
+        tokens[i], s0, head = _pop(s0, a, slots, words, head)
+        tokens[i + 1], s1, head = _pop(s1, b, slots, words, head)
+        tokens[i + 2], s2, head = _pop(s2, c, slots, words, head)
+        tokens[i + 3], s3, head = _pop(s3, d, slots, words, head)
+    for i in range(whole, n):
+        if head > limit:
+            return -1
+        if several:
+            a = contexts[i]
+        tokens[i], s0, head = _pop(s0, a, slots, words, head)
+        s0, s1 = s1, s2  # the next lane's turn
     return head

@@ -3,7 +3,8 @@
 Elements are grouped into buckets by their parent's exponent. A change is an event (bucket, gap, step): `gap` counts the
 bucket's elements since its last change (1: the very next), `step` is the distance from the old to the new word in units
 in the last place, with signed numbers laid out in their order (-0 next to +0), modulo the word's range. So every pattern
-of bits, NaN and infinity included, goes to every other by exactly one step.
+of bits, NaN and infinity included, goes to every other by exactly one step. Steps are kept folded: 0, -1, 1, -2, ... are
+0, 1, 2, 3, ..., below 2**32.
 """
 
 import numpy as np
@@ -13,30 +14,38 @@ BUCKETS = 256
 _NEVER = 1 << 62
 
 
+# Signs of weights and directions of steps are anybody's guess, a processor's too: hence no branches.
+
+
 @njit(cache=True, nogil=True, inline="always")
 def _ordered(word, sign, full):
     """A word's place in the order of its numbers: negative ones run backwards."""
-    if sign == 0:
-        return word
-    return full - word if word & sign else word + sign
+    is_negative = np.int64((word & sign) != 0)
+    return word ^ (sign | (full & -is_negative))
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _step(old, new, sign, full):
-    step = _ordered(new, sign, full) - _ordered(old, sign, full)
-    half = (full >> 1) + 1
-    if step >= half:
-        step -= full + 1
-    elif step < -half:
-        step += full + 1
-    return step
+def folded_step(old, new, sign, full):
+    """From old to new, as int64."""
+    step = (_ordered(new, sign, full) - _ordered(old, sign, full)) & full
+    is_down = np.int64(step > full >> 1)  # as many steps up, or, from half of the range on, full + 1 fewer: down
+    step -= (full + 1) & -is_down
+    return (step << 1) ^ -is_down
+
+
+@njit(cache=True, nogil=True, inline="always")
+def stepped(old, folded, sign, full):
+    """The word that is a folded step from old."""
+    place = (_ordered(old, sign, full) + ((folded >> 1) ^ -(folded & 1))) & full
+    is_negative = np.int64((place & sign) != sign)
+    return place ^ (sign | (full & -is_negative))
 
 
 @njit(cache=True, nogil=True)
 def find_events(old, new, sign, shift, mask, full, buckets, gaps, steps, sizes):
-    """Fill buckets, gaps, steps (capacity len(old)) in the elements' order; returns their number.
+    """Fill buckets, gaps, steps (capacity of the changes and one more) in the elements' order; returns their number.
 
-    old, new: words [n]; sizes: int64 [BUCKETS], set to the elements in each bucket.
+    old, new: words [n]; buckets uint8, gaps and steps uint32; sizes: int64 [BUCKETS], set to the elements in each bucket.
     """
     since = np.zeros(BUCKETS, np.int64)
     sizes[:] = 0
@@ -44,12 +53,13 @@ def find_events(old, new, sign, shift, mask, full, buckets, gaps, steps, sizes):
     for i in range(len(old)):
         word = np.int64(old[i])
         bucket = (word >> shift) & mask
-        since[bucket] += 1
+        count = since[bucket] + 1
+        since[bucket] = count
         if old[i] != new[i]:
             buckets[found] = bucket
-            gaps[found] = since[bucket]
-            steps[found] = _step(word, np.int64(new[i]), sign, full)
-            sizes[bucket] += since[bucket]
+            gaps[found] = count
+            steps[found] = folded_step(word, np.int64(new[i]), sign, full)
+            sizes[bucket] += count
             since[bucket] = 0
             found += 1
     for bucket in range(BUCKETS):
@@ -58,8 +68,9 @@ def find_events(old, new, sign, shift, mask, full, buckets, gaps, steps, sizes):
 
 
 @njit(cache=True, nogil=True)
-def place_events(old, sign, shift, mask, full, starts, gaps, steps, positions, values):
-    """The inverse: positions (ascending) and new words of all changes. Returns their number, -1 if they do not fit.
+def place_events(old, first, sign, shift, mask, full, starts, gaps, steps, positions, values):
+    """The inverse: positions (ascending, from `first` on) and new words of all changes. Returns their number, -1 if they
+    do not fit.
 
     starts: int64 [BUCKETS + 1]; a bucket's gaps and steps lie at starts[bucket]:starts[bucket + 1].
     positions, values: of capacity len(gaps).
@@ -76,11 +87,8 @@ def place_events(old, sign, shift, mask, full, starts, gaps, steps, positions, v
         left[bucket] -= 1
         if left[bucket] == 0:
             event = at[bucket]
-            place = (_ordered(word, sign, full) + steps[event]) & full
-            if sign:
-                place = full - place if not place & sign else place - sign
-            positions[found] = i
-            values[found] = place
+            positions[found] = first + i
+            values[found] = stepped(word, np.int64(steps[event]), sign, full)
             found += 1
             at[bucket] = event + 1
             left[bucket] = gaps[event + 1] if event + 1 < starts[bucket + 1] else _NEVER

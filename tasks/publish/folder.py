@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra import policy as policies
+from infra import policy_read
 from infra.adapters import fuse_experts, fused_config, merged, write_folder
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
@@ -61,13 +62,13 @@ def numbers(policy: ArtifactRef, base: str) -> "Iterator[tuple[str, Tensor]]":
     """A version as a checkpoint's tensors, those that it changes in the base model's dtypes."""
     what = policies.describe(policy)
     if is_plain(what):
-        yield from policies.read(policy)
+        yield from policy_read.read(policy)
     elif what.adapter_config is not None:
         scale = what.adapter_config["lora_alpha"] / what.adapter_config["r"]
-        yield from merged(_tensors(base), dict(policies.read(policy)), scale)
+        yield from merged(_tensors(base), dict(policy_read.read(policy)), scale)
     else:
         dtypes = {name: tensor.dtype for name, tensor in _tensors(base)}
-        for name, tensor in dequantize_tensors(policies.read(policy)):
+        for name, tensor in dequantize_tensors(policy_read.read(policy)):
             yield name, tensor.to(dtypes[name])
 
 
@@ -88,7 +89,7 @@ def write_adapter(policy: ArtifactRef, folder: Path, fused_experts: bool) -> Non
     what = policies.describe(policy)
     if what.adapter_config is None:
         raise BadInput(f"adapter_folder: version {what.version} is a whole policy; leave it out")
-    tensors, config = dict(policies.read(policy)), what.adapter_config
+    tensors, config = dict(policy_read.read(policy)), what.adapter_config
     if fused_experts:
         tensors = fuse_experts(tensors)
         config = fused_config(config, tensors)

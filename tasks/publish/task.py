@@ -28,19 +28,21 @@ def check_model(
     sequences: list[list[int]],
     logprobs: list[list[float]],
     tolerance: float,
+    transformers_tolerance: float,
     timeout_s: float,
 ) -> ArtifactRef:
     """Artifact of kind `check`: what is published is what was trained.
 
     transformers loads the folder in a process of its own: every tensor must have the version's digest, and the logprobs of
-    `sequences` must be within `tolerance` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
+    `sequences` must be within `transformers_tolerance` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
     the published folder; None: skip it) must give `logprobs` within `tolerance` too. Raises NotThePolicy.
     """
     from tasks.publish import check
 
     if done := stage.committed():
         return done
-    differences = {"transformers": check.compare_transformers(model, policy, sequences, logprobs, tolerance, timeout_s)}
+    by_transformers = check.compare_transformers(model, policy, sequences, logprobs, transformers_tolerance, timeout_s)
+    differences = {"transformers": by_transformers}
     if engine is not None:
         loaded = Engine(engine)
         try:

@@ -1,25 +1,22 @@
 """The rollout engine: vLLM in this process, seeded sampling, and weights that are replaced in place."""
 
-import hashlib
-import json
-import os
-import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from infra import records
 from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
 from tasks.rollout import adapter
 from tasks.rollout import mxfp8 as microscaling
+from tasks.rollout.arguments import engine_arguments, has_experts, prepare_environment
 from tasks.rollout.config import RolloutConfig
+from tasks.rollout.requests import count, make_requests, rollout_table
+from tasks.rollout.routes import expert_layers
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +25,8 @@ if TYPE_CHECKING:
     from infra.codec.frame import Changes
     from infra.follow import Prefetch
     from tasks.rollout.patches import Update
+    from tasks.rollout.shards import ShardedSink, ShardedUpdate
     from tasks.rollout.sink import ModelSink
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_engine(
@@ -68,13 +64,13 @@ class RolloutEngine:
         self.version: str | None = None
         """The policy digest given to the last `apply` or `commit`; None: the folder's own weights."""
         self._closed = False
-        self._routes = config.routes == "auto" and has_experts(model_dir)
-        if self._routes and config.pipeline_parallel_size > 1:
+        routes = config.routes == "auto" and has_experts(model_dir)
+        if routes and config.pipeline_parallel_size > 1:
             raise BadInput(
                 f"rollout.pipeline_parallel_size {config.pipeline_parallel_size}: vLLM records no routed experts over "
                 "pipeline stages; use rollout.tensor_parallel_size, or set rollout.routes to off"
             )
-        _prepare_environment(config)
+        prepare_environment()
         if lora is not None:
             adapter.prepare_environment(lora, config.tensor_parallel_size)
         if mxfp8 is not None:
@@ -85,9 +81,9 @@ class RolloutEngine:
         import vllm
 
         self._shapes = checkpoint_shapes(model_dir)
-        self._expert_layers = expert_layers(self._shapes)
+        self._route_layers = expert_layers(self._shapes) if routes else None
         self._lora_request: Any = None
-        arguments = engine_arguments(model_dir, config, self._routes)
+        arguments = engine_arguments(model_dir, config, routes)
         if lora is not None:
             own = adapter.engine_arguments(lora, has_experts(model_dir), config.tensor_parallel_size)
             arguments = own | arguments
@@ -100,15 +96,22 @@ class RolloutEngine:
             self._llm.collective_rpc(microscaling.emulate, args=(names,))
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
-        workers = config.tensor_parallel_size * config.pipeline_parallel_size
-        self._sink: ModelSink | None = (
-            self._llm.collective_rpc(_sink, args=(self._shapes,))[0] if workers == 1 else None
-        )
         self.prefetched: Prefetch | None = None
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
         """Held while the model computes a step, and while weights change."""
         self._llm.llm_engine.step = _locked(self._stepping, self._llm.llm_engine.step)
+        self._sink = self._make_sink()
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+
+    def _make_sink(self) -> "ModelSink | ShardedSink":
+        if self.config.tensor_parallel_size * self.config.pipeline_parallel_size == 1:
+            from tasks.rollout.sink import ModelSink
+
+            return self._llm.collective_rpc(ModelSink, args=(self._shapes,))[0]
+        from tasks.rollout.shards import ShardedSink
+
+        call = _locked(self._stepping, self._llm.collective_rpc)
+        return ShardedSink(call, self._shapes, whole_only=self.mxfp8 is not None)
 
     def sample(
         self,
@@ -133,45 +136,31 @@ class RolloutEngine:
         def setting(value: Any, name: str) -> Any:
             return getattr(self.config, name) if value is None else value
 
-        samples, limit = setting(samples, "samples_per_prompt"), setting(max_new_tokens, "max_new_tokens")
-        if len(prompts) == 0:
-            raise BadInput("prompts: the table is empty")
-        if samples < 1 or limit < 1:
-            raise BadInput(f"samples ({samples}) and max_new_tokens ({limit}) must be at least 1")
-        rows = [(row, self._prompt_ids(row)) for row in prompts.to_pylist()]
-        kept = [(row, ids) for row, ids in rows if len(ids) + limit <= self.max_model_len]
-        if not kept:
-            raise BadInput(
-                f"prompts: none of {len(rows)} fits the context of {self.max_model_len} tokens with {limit} new ones; "
-                f"the shortest has {min(len(ids) for _, ids in rows)}"
-            )
-        jobs = [
-            (row, ids, index, sample_seed(seed, row["prompt_id"], index))
-            for row, ids in kept
-            for index in range(samples)
-        ]
+        limit = setting(max_new_tokens, "max_new_tokens")
+        requests = make_requests(
+            self._tokenizer,
+            prompts,
+            samples=setting(samples, "samples_per_prompt"),
+            seed=seed,
+            new_tokens=limit,
+            context=self.max_model_len,
+        )
         params = [
             SamplingParams(
                 temperature=setting(temperature, "temperature"),
                 top_p=setting(top_p, "top_p"),
                 max_tokens=limit,
-                seed=job[3],
+                seed=request.seed,
                 logprobs=0,
                 detokenize=False,
             )
-            for job in jobs
+            for request in requests
         ]
-        outputs = self._generate([job[1] for job in jobs], params, fork=True)
-        table = self._table(jobs, [output.outputs[0] for output in outputs])
-        reasons = Counter(table["finish_reason"].to_pylist())
-        stats = {
-            "prompts": len(rows),
-            "dropped_prompts": len(rows) - len(kept),
-            "prompt_tokens": sum(len(ids) for _, ids in kept),
-            "response_tokens": len(table["response_ids"].combine_chunks().flatten()),
-            **{f"finish_{reason}": count for reason, count in sorted(reasons.items())},
-        }
-        return table, stats
+        outputs = self._generate([request.prompt for request in requests], params, fork=True)
+        table = rollout_table(
+            self._tokenizer, requests, [o.outputs[0] for o in outputs], self.version or "", self._route_layers
+        )
+        return table, count(prompts, requests, table)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The logprob (nats, temperature 1) of each token but the first, given those before it."""
@@ -200,26 +189,21 @@ class RolloutEngine:
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
         """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
-        cannot tell: it is spread over workers, or in a layout of a kernel's own, or held in fewer bits."""
+        cannot tell: it is in a layout of a kernel's own, or held in fewer bits."""
         if self.mxfp8 is not None:  # it holds what a version's elements and scales stand for, not those
             return None
-        return self._sink.words(name, dtype) if self._sink else None
+        return self._sink.words(name, dtype)
 
-    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update":
+    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update | ShardedUpdate":
         """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
-        assert self._sink is not None, "an engine without words is given no changes"
         return self._sink.prepare(changes)
 
-    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update":
+    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update | ShardedUpdate":
         """What `commit` will write to hold a full policy. Changes nothing."""
-        from tasks.rollout import patches, weights
-
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
         numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
-        if self._sink:
-            return self._sink.prepare_whole(numbers)
-        return patches.Update([], {}, weights.collect(numbers, self._shapes))
+        return self._sink.prepare_whole(numbers)
 
     def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> adapter.AdapterUpdate:
         """What `commit` will write to serve an adapter in place of the last one: PEFT's names and 2-D layout, and its
@@ -229,23 +213,19 @@ class RolloutEngine:
         check_fits(tensors, self._shapes, self.lora.engine_rank)
         return adapter.AdapterUpdate(tensors, config)
 
-    def commit(self, update: "Update | adapter.AdapterUpdate", version: str) -> None:
+    def commit(self, update: "Update | ShardedUpdate | adapter.AdapterUpdate", version: str) -> None:
         """Write a prepared update; when it raises, the old weights are back, bit for bit.
 
         May be called from another thread while `sample` runs: it waits for the step that is being computed, and the
         requests in flight go on under the new weights, as `config.in_flight` says. KV of the old weights is dropped.
         """
-        from tasks.rollout import weights
-
         with self._stepping:
             if isinstance(update, adapter.AdapterUpdate):
                 self.version = None  # should vLLM fail, it holds neither adapter
                 self._llm.collective_rpc(adapter.load, args=(update.tensors, update.config))
                 self._lora_request = adapter.request()
-            elif self._sink:
-                self._sink.commit(update, version)
             else:
-                weights.load_all_or_nothing(self._llm.collective_rpc, update.loaded or [])
+                self._sink.commit(update, version)
             self.version = version
             recompute = self.config.in_flight == "recompute"
             self._llm.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
@@ -291,182 +271,16 @@ class RolloutEngine:
         # Reuse within a call is what the prefix cache is for; reuse across calls would make results depend on them.
         self._llm.reset_prefix_cache()
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        if not (fork and self._forks):
-            return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
-        # Each prompt is computed once, by its first sample; the others fork from it a step later (see fork.py).
-        first: dict[tuple[int, ...], int] = {}
-        for index, ids in enumerate(prompts):
-            first.setdefault(tuple(ids), index)
-        leaders = set(first.values())
-        followers = [index for index in range(len(prompts)) if index not in leaders]
-        done: list[Any] = []
-        for wave in (sorted(leaders), followers):
-            if wave:
-                self._llm.enqueue(
-                    [inputs[i] for i in wave],
-                    [params[i] for i in wave],
-                    use_tqdm=False,
-                    lora_request=self._lora_request,
-                )
-                done += [output for output in self._llm.llm_engine.step() if output.finished]
-        done += self._llm.wait_for_completion(use_tqdm=False)
-        done.sort(key=lambda output: int(output.request_id))  # the order of the waves
-        order = [*sorted(leaders), *followers]
-        return [output for _, output in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
+        if fork and self._forks:
+            from tasks.rollout.fork import generate_forking
 
-    def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
-        try:
-            if row["text"] or not row["messages"]:
-                ids = self._tokenizer(row["text"])["input_ids"]
-            else:
-                messages = json.loads(row["messages"])
-                ids = self._tokenizer.apply_chat_template(
-                    messages, tokenize=True, add_generation_prompt=True, return_dict=False
-                )
-        except Exception as error:
-            raise BadInput(f"prompt {row['prompt_id']!r}: cannot be rendered: {error}") from error
-        if not ids:
-            raise BadInput(f"prompt {row['prompt_id']!r}: has no tokens")
-        return list(ids)
-
-    def _table(self, jobs: list[tuple[dict[str, Any], list[int], int, int]], outputs: list[Any]) -> pa.Table:
-        texts = self._tokenizer.batch_decode([list(o.token_ids) for o in outputs], skip_special_tokens=True)
-        rows = []
-        for (row, ids, index, seed), output, text in zip(jobs, outputs, texts, strict=True):
-            response = list(output.token_ids)
-            rows.append(
-                {
-                    "prompt_id": row["prompt_id"],
-                    "sample": index,
-                    "prompt_ids": ids,
-                    "response_ids": response,
-                    "logprobs": [entry[token].logprob for token, entry in zip(response, output.logprobs, strict=True)],
-                    "finish_reason": output.finish_reason,
-                    "policy_version": self.version or "",
-                    "seed": seed,
-                    "response_text": text,
-                    **(
-                        routes_columns(output.routed_experts, len(ids) + len(response), self._expert_layers)
-                        if self._routes
-                        else {}
-                    ),
-                }
-            )
-        return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
+            return generate_forking(self._llm, inputs, params, self._lora_request)
+        return self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora_request)
 
 
-def _sink(worker: Any, shapes: dict[str, tuple[int, ...]]) -> "ModelSink | None":
-    """Inside a vLLM worker: its model as a sink; None when only vLLM's loader knows where its tensors lie."""
-    from tasks.rollout.sink import ModelSink
-
-    sink = ModelSink(worker, shapes)
-    return sink if sink.slots else None
-
-
-def _locked(lock: threading.Lock, step: Callable[[], Any]) -> Callable[[], Any]:
-    def locked() -> Any:
+def _locked[**P, R](lock: AbstractContextManager[Any], function: Callable[P, R]) -> Callable[P, R]:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
         with lock:
-            return step()
+            return function(*args, **kwargs)
 
     return locked
-
-
-def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
-    """The seed of one response, 63 bits: a hash, so that no two responses of a run share random numbers."""
-    digest = hashlib.sha256(json.dumps([seed, prompt_id, sample]).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """vLLM's routes [tokens - 1, all layers, topk] as the `routes*` columns of `tokens` tokens and `layers` alone.
-
-    The last token has no route, and neither has one whose rows vLLM has never written: both are marked. Raises
-    RuntimeError when routes are absent or too short: a trainer must not replay what was not recorded.
-    """
-    import numpy as np
-
-    if routes is None or len(routes) < tokens - 1:
-        raise RuntimeError(f"vLLM recorded routes of {0 if routes is None else len(routes)} of {tokens - 1} tokens")
-    layers = [
-        layer for layer in layers if layer < routes.shape[1]
-    ]  # layers that only predict further tokens lie behind
-    experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
-    experts[: tokens - 1] = routes[: tokens - 1, layers]
-    # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).
-    written = experts.any((1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
-    if tokens > 1 and not written[:-1].any():
-        raise RuntimeError(f"vLLM recorded none of the routes of {tokens - 1} tokens")
-    written[-1] = False
-    return records.pack_routes(records.Routes(experts, written, tuple(layers)))
-
-
-def expert_layers(names: Iterable[str]) -> list[int]:
-    """The numbers of the layers that have routed experts, from a checkpoint's tensor names."""
-    found = (re.search(r"\blayers\.(\d+)\..*\bexperts\b", name) for name in names)
-    return sorted({int(match[1]) for match in found if match})
-
-
-def has_experts(model_dir: str) -> bool:
-    """Whether a Hugging Face folder's config tells of routed experts."""
-    config = json.loads((Path(model_dir) / "config.json").read_text())
-    config = config.get("text_config", config)
-    return any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS)
-
-
-def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dict[str, Any]:
-    """Keyword arguments of vllm.LLM on this machine's device."""
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    arguments: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": ("auto" if not on_cpu or _cpu_has_bf16() else "float32") if config.dtype == "auto" else config.dtype,
-        "seed": 0,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
-        "enable_return_routed_experts": routes,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "max_model_len": config.max_model_len,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if on_cpu and not routes and config.tensor_parallel_size * config.pipeline_parallel_size == 1:
-        from vllm.config import KVTransferConfig
-
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="PromptFork", kv_role="kv_both", kv_connector_module_path="tasks.rollout.fork"
-        )
-    block_size = config.block_size or (32 if on_cpu else None)
-    if block_size:
-        arguments["block_size"] = block_size
-    kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
-    if kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if not on_cpu:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-    return arguments | config.engine
-
-
-def _cpu_has_bf16() -> bool:
-    import torch
-
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _prepare_environment(config: RolloutConfig) -> None:
-    """vLLM reads these when it is imported; what the user has set stays."""
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # The number of threads is the caller's choice (OMP_NUM_THREADS); pinning would put all engines on the same cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
-        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    else:
-        defaults["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc with functions of ours
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)

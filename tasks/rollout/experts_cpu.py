@@ -66,12 +66,12 @@ class PlainExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         gate_up_PO = self._grouped(x_PH, w1, counts, self.gate_up if uses is not False else None, mask_P1)
         act_PI = gate_up_PO.new_empty(len(gate_up_PO), w2.shape[2])
         self.activation(activation, act_PI, gate_up_PO)
-        weights_P1 = topk_weights.flatten()[order_P].to(act_PI.dtype).unsqueeze(1)
-        if self.rounds:  # Megatron weighs before the second product: what is rounded must be the same
-            act_PI *= weights_P1
+        weights_P1 = topk_weights.flatten()[order_P].unsqueeze(1)
+        if self.rounds:  # Megatron weighs before the second product, in fp32: what is rounded must be the same
+            act_PI = (act_PI * weights_P1).to(act_PI.dtype)
         down_PH = self._grouped(act_PI, w2, counts, self.down if uses is not False else None, mask_P1)
         weighted_PH = torch.empty_like(down_PH)
-        weighted_PH[order_P] = down_PH if self.rounds else down_PH * weights_P1
+        weighted_PH[order_P] = down_PH if self.rounds else down_PH * weights_P1.to(down_PH.dtype)
         torch.sum(weighted_PH.view(len(topk_ids), -1, output.shape[1]), dim=1, out=output)
 
     def _grouped(

@@ -104,3 +104,21 @@ class PromptFork(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Nothing is saved elsewhere."""
+
+
+def generate_forking(llm: Any, inputs: list[Any], params: list[Any], lora_request: Any) -> list[Any]:
+    """As `llm.generate`: each prompt is computed once, by its first sample; the others fork from it a step later."""
+    first: dict[tuple[int, ...], int] = {}
+    for index, prompt in enumerate(inputs):
+        first.setdefault(tuple(prompt["prompt_token_ids"]), index)
+    leaders = set(first.values())
+    followers = [index for index in range(len(inputs)) if index not in leaders]
+    done: list[Any] = []
+    for wave in (sorted(leaders), followers):
+        if wave:
+            llm.enqueue([inputs[i] for i in wave], [params[i] for i in wave], use_tqdm=False, lora_request=lora_request)
+            done += [output for output in llm.llm_engine.step() if output.finished]
+    done += llm.wait_for_completion(use_tqdm=False)
+    done.sort(key=lambda output: int(output.request_id))  # the order of the waves
+    order = [*sorted(leaders), *followers]
+    return [output for _, output in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]

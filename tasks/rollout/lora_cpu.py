@@ -1,8 +1,12 @@
 """LoRA in vLLM's CPU backend, for engines in which one adapter serves every request (max_loras = 1).
 
 vLLM's own CPU path finds each token's adapter anew in every layer and gathers its matrices: half of the decoding speed
-is lost, and experts cannot have an adapter at all. With one adapter a layer is y = W x + B (A x), two small matrix
-products: the A of q, k, v (or gate, up) are stacked into one, and the scale is folded into B when the adapter is loaded.
+is lost, and experts cannot have an adapter at all. Here one adapter is known when it is loaded:
+
+- In fp32, W + B A is computed then, once, into a copy of each layer's weights, and a batch that uses the adapter costs what
+  it costs without. The copy is as large as the layer; W stays for batches of which a part uses the adapter.
+- Else (bf16, where the sum would be rounded; MXFP8, which does not quantise adapters; experts) y = W x + B (A x), two
+  small products: the A of q, k, v (or gate, up) are stacked into one, and the scale is folded into B.
 
 Shape suffixes: T tokens, P (token, expert) pairs, I input, O output, R ranks of all slices, E experts.
 """
@@ -61,6 +65,11 @@ class StackedAdapter:
         for rows, columns, b_RO in self.blocks:
             y_TO[:, columns].addmm_(low_TR[:, rows], b_RO)
 
+    def add_to_weight(self, whole_OI: Tensor) -> None:
+        """W += B A, in place."""
+        for rows, columns, b_RO in self.blocks:
+            whole_OI[columns].addmm_(b_RO.t(), self.a_RI[rows])
+
 
 def install() -> None:
     """Put this module's functions in the place of vLLM's. Engines with max_loras > 1 keep vLLM's own path."""
@@ -73,8 +82,10 @@ def install() -> None:
     if BaseLinearLayerWithLoRA._apply_lora_to_output is _apply_lora_to_output:
         return
     _Stock.apply = BaseLinearLayerWithLoRA._apply_lora_to_output
+    _Stock.apply_layer = BaseLinearLayerWithLoRA._apply_sync
     _Stock.update_metadata = PunicaWrapperCPU.update_metadata
     BaseLinearLayerWithLoRA._apply_lora_to_output = _apply_lora_to_output
+    BaseLinearLayerWithLoRA._apply_sync = _apply_layer
     PunicaWrapperCPU.update_metadata = _update_metadata
     for layer in (BaseLinearLayerWithLoRA, MergedColumnParallelLinearWithLoRA):
         layer.set_lora = _stacking(layer.set_lora)
@@ -86,7 +97,16 @@ class _Stock:
     """vLLM's own functions."""
 
     apply: Any
+    apply_layer: Any
     update_metadata: Any
+
+
+def _apply_layer(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Stands in for BaseLinearLayerWithLoRA's; the layer with its adapter."""
+    whole: Tensor | None = getattr(self, "_whole", None)
+    if whole is None or active(self.punica_wrapper) is not True:
+        return _Stock.apply_layer(self, x, bias)
+    return linear(x, whole, bias)
 
 
 def _apply_lora_to_output(self: Any, x: Tensor, output: Tensor) -> Tensor:
@@ -130,6 +150,11 @@ def _stacking(set_lora: Any) -> Any:
             for a, b, rank in zip(self.lora_a_stacked, self.lora_b_stacked, ranks, strict=True)
         ]
         self._stacked = StackedAdapter(pairs, tuple(self.output_slices)) if any(ranks) else None
+        weight = self.base_layer.weight.data
+        exact = weight.dtype == torch.float32 and getattr(self.base_layer, "cpu_linear", None) is linear
+        if self._stacked is not None and exact:
+            self._whole = weight.clone()
+            self._stacked.add_to_weight(self._whole)
 
     return set_and_stack
 
@@ -137,6 +162,6 @@ def _stacking(set_lora: Any) -> Any:
 def _unstacking(reset_lora: Any) -> Any:
     def reset_and_unstack(self: Any, index: int) -> None:
         reset_lora(self, index)
-        self._stacked = None
+        self._stacked = self._whole = None
 
     return reset_and_unstack

@@ -1,5 +1,6 @@
 """Where each checkpoint tensor lies in a vLLM model's memory, so that single elements can be read and replaced."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,18 +9,23 @@ import torch
 
 @dataclass
 class Slot:
-    """One checkpoint tensor inside a parameter: consecutive rows, perhaps padded, perhaps permuted by a kernel."""
+    """One checkpoint tensor, or a worker's slice of it, inside a parameter: consecutive rows, perhaps padded, perhaps
+    permuted by a kernel."""
 
     memory: torch.Tensor
     """The parameter (of one expert), flat, a view of what the kernels read."""
     shape: torch.Size
-    """The checkpoint tensor's."""
+    """The checkpoint tensor's, or the slice's."""
     offset: int = 0
     """Entry of the parameter, in plain order, at which the tensor begins."""
     stride: int | None = None
     """Entries from row to row where rows are padded; None: they are not."""
     packed: torch.Tensor | None = None
     """int64: entry i of the parameter in plain order lies at memory[packed[i]]; None: at memory[i]."""
+    shard: int = 0
+    """Which slice this is, should the worker hold one: 0, 1, ... along the dimension that is split."""
+    pitch: int | None = None
+    """Entries from slice to slice; None: as many as a slice has (the last one of a vocabulary may have fewer)."""
 
     def index(self, positions: torch.Tensor) -> torch.Tensor:
         """int64 [n]: places in `memory` of the flat checkpoint tensor's `positions` (int64 [n])."""
@@ -39,10 +45,51 @@ class Slot:
         return self.memory[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
 
-def slots_of(model: Any) -> dict[str, Slot]:
-    """{checkpoint name: Slot} of a whole model in one worker, undoing vLLM's stacking (qkv, gate and up, experts).
+@dataclass
+class Slice:
+    """What a worker holds of a checkpoint tensor: some consecutive entries of one dimension, or all."""
 
-    A parameter that is not one contiguous block has none; nor does this know of quantized layers' layouts.
+    slot: Slot
+    whole: tuple[int, ...]
+    """The checkpoint tensor's shape."""
+    dim: int
+    """The dimension that is split."""
+    start: int
+    """Its first entry that is held; `slot.shape[dim]` are."""
+
+    @classmethod
+    def of(cls, slot: Slot, whole: tuple[int, ...]) -> "Slice | None":
+        """None when the slot's shape is no slice of `whole` along one dimension."""
+        if len(slot.shape) != len(whole):
+            return None
+        split = [dim for dim, (held, of) in enumerate(zip(slot.shape, whole, strict=True)) if held != of]
+        if not split:
+            return cls(slot, whole, 0, 0)
+        dim, held = split[0], slot.shape[split[0]]
+        start = min(slot.shard * (slot.pitch or held), whole[dim])
+        return cls(slot, whole, dim, start) if len(split) == 1 and start + held <= whole[dim] else None
+
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a whole `tensor` that is held; a view."""
+        return tensor.narrow(self.dim, self.start, self.slot.shape[self.dim]) if self.whole else tensor
+
+    def own(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [n] in the flat whole tensor. Returns (bool [n]: which are held, int64: those in the flat slice)."""
+        if tuple(self.slot.shape) == self.whole:
+            return torch.ones(len(positions), dtype=torch.bool), positions
+        inner, size, held = math.prod(self.whole[self.dim + 1 :]), self.whole[self.dim], self.slot.shape[self.dim]
+        row = positions.div(inner, rounding_mode="floor")
+        entry = row % size - self.start
+        mine = (entry >= 0) & (entry < held)
+        outer = row[mine].div(size, rounding_mode="floor")
+        return mine, (outer * held + entry[mine]) * inner + positions[mine] % inner
+
+
+def slots_of(model: Any, rank: int = 0) -> dict[str, Slot]:
+    """{checkpoint name: Slot} of what a worker holds, undoing vLLM's stacking (qkv, gate and up, experts).
+
+    `rank`: the worker's among those that layers are split over (tensor parallelism). A parameter that is not one
+    contiguous block has no slot; nor does this know of quantized layers' layouts.
     """
     slots: dict[str, Slot] = {}
     stacked = getattr(model, "packed_modules_mapping", {}) | {"gate_up_proj": ["gate_proj", "up_proj"]}
@@ -54,14 +101,17 @@ def slots_of(model: Any) -> dict[str, Slot]:
         parent, _, leaf = path.rpartition(".")
         module, data = model.get_submodule(path), parameter.data
         if leaf in stacked and hasattr(module, "output_sizes"):
-            offset = 0
-            for piece, rows in zip(stacked[leaf], module.output_sizes, strict=True):
+            offset, replicas = 0, getattr(module, "num_kv_head_replicas", 1)
+            for number, (piece, rows) in enumerate(zip(stacked[leaf], module.output_partition_sizes, strict=True)):
                 shape = torch.Size((rows, *data.shape[1:]))
-                slots[f"{parent}.{piece}.{kind}"] = Slot(data.view(-1), shape, offset)
+                shard = rank // replicas if number in (1, 2) else rank  # ranks may share a head of k and v
+                slots[f"{parent}.{piece}.{kind}"] = Slot(data.view(-1), shape, offset, shard=shard)
                 offset += shape.numel()
+        elif hasattr(module, "shard_indices"):
+            rows = data[: module.shard_indices.num_org_elements]
+            slots[name] = Slot(data.view(-1), rows.shape, shard=rank, pitch=module.num_embeddings_per_partition)
         else:
-            shape = data[: getattr(module, "org_vocab_size", None)].shape if data.dim() else data.shape
-            slots[name] = Slot(data.view(-1), shape)
+            slots[name] = Slot(data.view(-1), data.shape, shard=rank)
     for name, module in experts(model):
         slots |= _expert_slots(name.removesuffix(".routed_experts"), module)
     return slots
@@ -73,21 +123,32 @@ def experts(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def _expert_slots(path: str, module: Any) -> dict[str, Slot]:
-    size = module.moe_config.intermediate_size_per_partition
+    size, parallel = module.moe_config.intermediate_size_per_partition, module.moe_config.moe_parallel_config
+    numbers = _expert_numbers(module)
     w13, w2 = module.w13_weight.data, module.w2_weight.data
-    if not (w13.is_contiguous() and w2.is_contiguous()):
+    if numbers is None or not (w13.is_contiguous() and w2.is_contiguous()):
         return {}
     packed13, packed2 = _packed(module, w13), _packed(module, w2)
     half, hidden, padded = w13.shape[1] // 2, w13.shape[2], w2.shape[2]
     slots: dict[str, Slot] = {}
-    for expert in range(w13.shape[0]):
-        name, up, down = f"{path}.{expert}", w13[expert].view(-1), w2[expert].view(-1)
+    for place, expert in enumerate(numbers):
+        name, up, down, shard = f"{path}.{expert}", w13[place].view(-1), w2[place].view(-1), parallel.tp_rank
         rows = torch.Size((size, hidden))
-        slots[f"{name}.gate_proj.weight"] = Slot(up, rows, packed=packed13)
-        slots[f"{name}.up_proj.weight"] = Slot(up, rows, half * hidden, packed=packed13)
+        slots[f"{name}.gate_proj.weight"] = Slot(up, rows, packed=packed13, shard=shard)
+        slots[f"{name}.up_proj.weight"] = Slot(up, rows, half * hidden, packed=packed13, shard=shard)
         columns = torch.Size((w2.shape[1], size))
-        slots[f"{name}.down_proj.weight"] = Slot(down, columns, stride=padded, packed=packed2)
+        slots[f"{name}.down_proj.weight"] = Slot(down, columns, stride=padded, packed=packed2, shard=shard)
     return slots
+
+
+def _expert_numbers(module: Any) -> list[int] | None:
+    """The checkpoint's numbers of the experts that the worker holds, in their order there; None where vLLM moves them."""
+    if module.moe_config.moe_parallel_config.enable_eplb:
+        return None
+    if module._expert_map is None:
+        return list(range(module.local_num_experts))
+    held = (module._expert_map >= 0).nonzero().view(-1).tolist()
+    return sorted(held, key=module._expert_map.tolist().__getitem__)
 
 
 def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor | None:

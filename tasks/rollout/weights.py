@@ -79,8 +79,12 @@ def export(worker: Any, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def find_slots(worker: Any) -> dict[str, Slot]:
     """Where checkpoint tensors lie in the worker's model; empty when kernels keep them in layouts of their own."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
     config = worker.model_runner.model_config
-    return {} if config.quantization or config.use_mla else slots_of(worker.model_runner.model)
+    if config.quantization or config.use_mla:
+        return {}
+    return slots_of(worker.model_runner.model, get_tensor_model_parallel_rank())
 
 
 def load_all_or_nothing(call: Callable[..., list[Any]], tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -90,21 +94,30 @@ def load_all_or_nothing(call: Callable[..., list[Any]], tensors: list[tuple[str,
     host meanwhile.
     """
     faults = call(_load_and_keep, args=(tensors,))
-    fault = next((fault for fault in faults if fault is not None), None)
-    call(_settle, args=(fault is not None,))
-    if fault is not None:
+    call(_settle, args=(any(faults),))
+    raise_first(faults)
+
+
+type Faults = list[Exception]
+"""What failed in a worker, one or none. In a list: of a worker that raises, or returns an exception as it is, vLLM reads the
+reply and no other worker's, which then pass for those of the next call."""
+
+
+def raise_first(faults: list[Faults]) -> None:
+    """Raise the first of what all workers returned, if there is any."""
+    for fault in (fault for of_worker in faults for fault in of_worker):
         raise fault
 
 
 @torch.no_grad()
-def _load_and_keep(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> Exception | None:
+def _load_and_keep(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> Faults:
     model = worker.model_runner.model
     worker.policy_before = {name: p.data.to("cpu", copy=True) for name, p in model.named_parameters()}
     try:
         load(worker, tensors)
     except Exception as error:
-        return error
-    return None
+        return [error]
+    return []
 
 
 @torch.no_grad()

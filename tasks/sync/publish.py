@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from infra import policy
+from infra import policy, policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
 from infra.store import Store
@@ -53,16 +53,18 @@ def publish(trainer: PolicySource, stage: Stage, config: SyncConfig, parent: Art
     adapter = trainer.adapter_config()
     if parent is None or config.form == "full" or adapter is not None:
         base = policy.describe(parent).policy_digest if parent else None
-        ref = policy.write_full(store, stage.key, weights, base=base, parent=parent, adapter_config=adapter, **options)
+        ref = policy_write.write_full(
+            store, stage.key, weights, base=base, parent=parent, adapter_config=adapter, **options
+        )
         if config.form != "full" and adapter is None:
             # The next version will need the codec: compile it while the engines sample.
             threading.Thread(target=_warm_up, args=(ref,), name="codec", daemon=True).start()
         return ref
     mirror, trainer.published = trainer.published, None  # a fault below leaves it between two versions
     if mirror is None or mirror.ref != parent:
-        mirror = policy.mirror_of(parent)
+        mirror = policy_read.mirror_of(parent)
     anchor = stage.step % config.anchor_every == 0
-    ref = policy.write_delta(store, stage.key, weights, mirror, anchor=anchor, **options)
+    ref = policy_write.write_delta(store, stage.key, weights, mirror, anchor=anchor, **options)
     trainer.published = mirror
     return ref
 

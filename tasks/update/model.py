@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
+from infra.tensors import checkpoint_dtypes
 from tasks.update.config import ParallelConfig, UpdateConfig
 from tasks.update.precision import weight_dtype
 
@@ -100,17 +101,6 @@ class PolicyModel:
         if self._tasks is None:
             self._tasks = self.bridge.get_conversion_tasks(self.chunks)
         return self._tasks
-
-
-def checkpoint_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """{tensor: dtype} of every tensor in a folder's safetensors files."""
-    from safetensors import safe_open
-
-    dtypes: dict[str, torch.dtype] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            dtypes |= {name: file.get_slice(name)[:0].dtype for name in file.keys()}
-    return dtypes
 
 
 def _hf_names(task: Any) -> list[str]:

@@ -6,6 +6,8 @@ the profile (one in POLICYFLOW_HOME's store, or a short new one), two prompts wi
 published as in a run. Rates are of one core (CPU time of one thread).
 """
 
+import ctypes
+import gc
 import json
 import multiprocessing
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ import torch
 import zstandard
 
 from flows.config import load_config
-from infra import policy
+from infra import policy, policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.codec import frame
 from infra.codec.layout import layout_of, words
@@ -44,7 +46,7 @@ SYNTHETIC_ELEMENTS = 2**25
 TIMED = 8
 """Versions that are published and followed again, by the clock."""
 
-# The paper: Qwen3-235B-A22B is 247 GB with NeMo-RL's figures for it; what is assumed of the machines is here alone.
+# The paper: a bf16 model of the size that NeMo-RL gives figures for; what is assumed of the machines is here alone.
 PAPER_BYTES, PAPER_NODES = 247e9, 8
 PAPER_CORES, PAPER_STORE_BYTES_S = 32, 2.5e9
 """Cores a node that work on it, and what a node gets from or into the object store (a quarter of a 100 Gbit/s link)."""
@@ -66,7 +68,7 @@ def main() -> dict[str, float]:
 
 def _versions(profile: str) -> list[ArtifactRef]:
     """Versions 0 to VERSIONS of real training, made now unless they are there."""
-    run = Run(store=f"file://{HOME}/sync-bench/store", name=profile)
+    run = Run(store=f"file://{HOME}/sync-bench/store", name=f"{profile}-{frame.FORMAT}")
     stages = [run.stage("policy", number, []) for number in range(VERSIONS + 1)]
     if stages[-1].committed() is None:
         context = multiprocessing.get_context("spawn")  # Megatron and vLLM each want a process of their own
@@ -220,7 +222,7 @@ def _entropies(sizes: np.ndarray, events: dict[int, int]) -> tuple[float, float]
 
 def _pairs(refs: list[ArtifactRef], name: str) -> dict[str, float]:
     assert len(refs) > VERSIONS
-    mirror = policy.mirror_of(refs[0])
+    mirror = policy_read.mirror_of(refs[0])
     old = {name: mirror.tensor(name).clone() for name in mirror.names}
     pairs: list[_Pair] = []
     for ref in refs[1:]:
@@ -239,7 +241,7 @@ def _pairs(refs: list[ArtifactRef], name: str) -> dict[str, float]:
 
 def _advance(mirror: Mirror, ref: ArtifactRef) -> None:
     what = policy.describe(ref)
-    for name, changes in policy.changes(ref, what, mirror.words):
+    for name, changes in policy_read.changes(ref, what, mirror.words):
         mirror.words(name)[changes.positions] = changes.values
     mirror.ref = ref
 
@@ -271,51 +273,44 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
     from infra.follow import follow, updates
 
     follow(engine, refs[0])
-    mirror = policy.mirror_of(refs[0])
-    after = policy.mirror_of(refs[0])
+    mirror = policy_read.mirror_of(refs[0])
+    after = policy_read.mirror_of(refs[0])
     size = sum(mirror.tensor(name).nbytes for name in mirror.names)
-    pause_s = 0.0
-    published, prepared = _Peak(), _Peak()
-    applied = changed = 0.0
+    elements = sum(mirror.tensor(name).numel() for name in mirror.names)
+    published, prepared, paused = _Peak(), _Peak(), _Peak()
+    applied = changed = 0
     with tempfile.TemporaryDirectory() as folder:
         store = Store.at(folder)
         for number, ref in enumerate(refs[1 : TIMED + 2], 1):
             _advance(after, ref)
-            tensors = (
-                (name, after.tensor(name).clone()) for name in after.names
-            )  # as an export makes them, one by one
+            # As an export makes them, one by one.
+            tensors = ((name, after.tensor(name).clone()) for name in after.names)
+            differing = sum(int(np.count_nonzero(mirror.words(n) != after.words(n))) for n in mirror.names)
             with published:
-                policy.write_delta(store, f"v{number}", tensors, mirror, version=number, step=number)
+                policy_write.write_delta(store, f"v{number}", tensors, mirror, version=number, step=number)
             way = updates(engine, ref)
             with prepared:
                 update, version = next(way)
-            started = time.perf_counter()
-            engine.commit(update, version)
-            pausing = time.perf_counter() - started
+            with paused:
+                engine.commit(update, version)
             assert next(way, None) is None
             if number == 1:  # compiles, and meets cold caches
-                published, prepared = _Peak(), _Peak()
+                published, prepared, paused = _Peak(), _Peak(), _Peak()
                 continue
-            pause_s += pausing
             applied += sum(patch.new.numel() for patch in update.patches)
-            changed += sum(
-                len(c.positions) for _, c in policy.changes(ref, policy.describe(ref), _parents(refs, number))
-            )
+            changed += differing
     engine.close()
-    publish_s, prepare_s = published.seconds, prepared.seconds
+    total_s = published.seconds + prepared.seconds + paused.seconds
     return {
-        "sync_publish_s": publish_s / TIMED,
-        "sync_prepare_s": prepare_s / TIMED,
-        "sync_pause_s": pause_s / TIMED,
-        "sync_pause_share": pause_s / (publish_s + prepare_s + pause_s),
+        "sync_publish_s": published.seconds / TIMED,
+        "sync_prepare_s": prepared.seconds / TIMED,
+        "sync_pause_s": paused.seconds / TIMED,
+        "sync_pause_share": paused.seconds / total_s,
+        "sync_changed_share": changed / TIMED / elements,
         "sync_elements_applied_over_changed": applied / changed,
         "publish_peak_extra_memory_share": published.bytes / size,
-        "prepare_peak_extra_memory_share": prepared.bytes / size,
+        "apply_peak_extra_memory_share": max(prepared.bytes, paused.bytes) / size,
     }
-
-
-def _parents(refs: list[ArtifactRef], number: int) -> Callable[[str], np.ndarray]:
-    return policy.mirror_of(refs[number - 1]).words
 
 
 class _Peak:
@@ -325,6 +320,8 @@ class _Peak:
         self.bytes, self.seconds = 0, 0.0
 
     def __enter__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before and is used again would not show as more
         self._done, self._before = threading.Event(), _anonymous()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -354,7 +351,7 @@ def _paper(figures: dict[str, float]) -> dict[str, float]:
     measured = "synthetic_3.5pct"
     encode = PAPER_CORES * figures[f"{measured}_encode_gb_s_core"] * 1e9
     decode = PAPER_CORES * figures[f"{measured}_decode_gb_s_core"] * 1e9
-    pause = figures["sync_pause_s"] / figures["smollm2_changed_share"]  # for 135 M parameters, all changed
+    pause = figures["sync_pause_s"] / figures["sync_changed_share"]  # for 135 M parameters, all changed
     result = {"paper_nemo_rl_3pct_s": 20.2, "paper_nemo_rl_5pct_s": 25.8}
     for share in (0.03, 0.05):
         coded = PAPER_BYTES / figures[f"{measured}_ratio"] * share / 0.035

@@ -14,7 +14,8 @@ from infra.adapters import PREFIX, LoraConfig, merged, peft_config
 from infra.errors import BadInput
 from tasks.rollout.engine import RolloutEngine
 from tests.integration import tiny_models
-from tests.integration.test_rollout_engine import PROBE, PROMPTS, SETTINGS
+from tests.integration.engines import PROBE, PROMPTS
+from tests.integration.test_rollout_engine import SETTINGS
 
 TARGETS = ("linear_qkv", "linear_gate", "linear_proj", "linear_fc1", "linear_fc2")
 LORA = LoraConfig(rank=4, alpha=8, targets=TARGETS)
@@ -94,7 +95,7 @@ def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(mode
     for row in table.to_pylist():
         scored = model.engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
-    if model.engine._routes:
+    if model.engine._route_layers:
         routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
         assert routes is not None and len(routes.layers) == 3 and routes.mask[:-1].all()
         assert routes.experts.shape[-1] in (2, 4) and len(np.unique(routes.experts[routes.mask])) > 2

@@ -36,6 +36,12 @@ def test_quantization_is_vllm_s_bit_for_bit(scale: float):
         assert torch.equal(rounded(tensor).float(), dequantize(elements, scales).to(tensor.dtype).float())
 
 
+def test_a_number_that_is_none_does_not_become_one():
+    x = torch.randn(3, 64)
+    x[1, 40] = torch.nan
+    assert rounded(x)[1, 40].isnan() and rounded(x)[[0, 2]].isfinite().all()
+
+
 def error_bound(x: torch.Tensor, dim: int) -> torch.Tensor:
     """What rounding may change an element by: half a unit of 3 bits, or of the smallest subnormal times the scale."""
     moved = x.movedim(dim, -1)

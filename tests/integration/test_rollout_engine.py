@@ -1,7 +1,6 @@
 """The rollout engine on real vLLM: deterministic, and after an update in place the same as freshly loaded, bit for bit."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,47 +14,25 @@ from infra.errors import BadInput
 from infra.policy import tensor_digest
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tests.integration import tiny_models
+from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Maker, Pair, prompts, sampled
 
 SETTINGS = RolloutConfig(samples_per_prompt=3, max_new_tokens=12, kv_cache_gib=0.05)
-PROBE = [[5, 9, 200, 33, 17] * 9, [7, 8], [3]]
 
 
-def prompts(*contents: str) -> pa.Table:
-    rows = [
-        {
-            "prompt_id": f"p{index}",
-            "environment": "test",
-            "messages": json.dumps([{"role": "user", "content": content}]),
-            "text": "",
-            "answer": "",
-            "metadata": "",
-        }
-        for index, content in enumerate(contents)
-    ]
-    return pa.Table.from_pylist(rows, schema=records.PROMPT)
-
-
-PROMPTS = prompts("What is 3 + 4? Reply with the number only, nothing else.", "Hello", "How many legs has a spider?")
-
-
-class Model:
+class Model(Pair):
     """A model folder, another policy of its shape, and an engine for each."""
 
-    def __init__(self, make: Callable[[Path, int], Path], root: Path):
-        self.folder, self.other = make(root / "first", 0), make(root / "other", 1)
+    def __init__(self, make: Maker, root: Path):
+        super().__init__(make(root / "first", 0), make(root / "other", 1), SETTINGS)
         self.first_tensors = load_file(self.folder / "model.safetensors")
         self.other_tensors = load_file(self.other / "model.safetensors")
-        self.engine = RolloutEngine(str(self.folder), SETTINGS)
-        self.fresh_other = RolloutEngine(str(self.other), SETTINGS)
 
 
-@pytest.fixture(scope="module", params=[tiny_models.dense, tiny_models.experts], ids=["dense", "experts"])
+@pytest.fixture(scope="module", **FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     made = Model(request.param, tmp_path_factory.mktemp("model"))
     yield made
-    made.fresh_other.close()
-    made.engine.close()
+    made.close()
 
 
 @pytest.fixture
@@ -66,18 +43,14 @@ def engine(model: Model) -> RolloutEngine:
     return model.engine
 
 
-def sampled(engine: RolloutEngine, table: pa.Table = PROMPTS, seed: int = 1) -> pa.Table:
-    return engine.sample(table, seed=seed)[0].drop_columns("policy_version")
-
-
 def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(model: Model, engine: RolloutEngine):
     before = sampled(engine)
     engine.apply(model.other_tensors.items(), "other")
-    assert sampled(engine).equals(sampled(model.fresh_other))
-    assert engine.token_logprobs(PROBE) == model.fresh_other.token_logprobs(PROBE)
+    assert sampled(engine).equals(sampled(model.fresh))
+    assert engine.token_logprobs(PROBE) == model.fresh.token_logprobs(PROBE)
     engine.apply(model.first_tensors.items(), "first")
     assert sampled(engine).equals(before), "the first policy, applied again, is the first policy"
-    assert not before.equals(sampled(model.fresh_other)), "the two policies differ, or this test shows nothing"
+    assert not before.equals(sampled(model.fresh)), "the two policies differ, or this test shows nothing"
 
 
 def test_what_was_sampled_does_not_depend_on_calls_before(engine: RolloutEngine):
@@ -138,7 +111,7 @@ def test_a_sampled_eos_ends_the_response_and_has_its_logprob(engine: RolloutEngi
 def test_routes_are_recorded_for_every_token_but_the_last(model: Model, engine: RolloutEngine):
     for row in sampled(engine).to_pylist():
         unpacked = records.unpack_routes(row)
-        if model.engine._routes:
+        if model.engine._route_layers:
             assert unpacked is not None
             routes, mask = unpacked.experts, unpacked.mask
             tokens = len(row["prompt_ids"]) + len(row["response_ids"])

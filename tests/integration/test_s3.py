@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra import policy, s3
+from infra import policy, policy_read, policy_write, s3
 from infra.artifacts import ArtifactRef, Store, open_artifact
 from infra.errors import BadInput, Corrupted, Transient
 from infra.s3_server import S3Server
@@ -192,8 +192,8 @@ def test_a_changed_object_is_found_and_its_file_named(s3_store: Store) -> None:
 
 def test_a_policy_version_is_read_back(s3_store: Store) -> None:
     weights = {"router": torch.randn(4, 8), "mlp": torch.randn(8, 8).bfloat16()}
-    ref = policy.write_full(s3_store, "policy/v1", weights.items(), version=1, step=1)
-    assert policy.digest_tensors(policy.read(ref)) == policy.describe(ref).policy_digest
+    ref = policy_write.write_full(s3_store, "policy/v1", weights.items(), version=1, step=1)
+    assert policy.digest_tensors(policy_read.read(ref)) == policy.describe(ref).policy_digest
 
 
 def test_a_wrong_secret_is_refused_and_says_what_to_set(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,75 +1,30 @@
 """Weight sync into real vLLM, dense and with experts: by what changed, in place, and the same as freshly loaded."""
 
 import json
-import shutil
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from infra import policy, records
-from infra.artifacts import ArtifactRef
+from infra import policy, policy_read
 from infra.follow import follow, prefetch
-from infra.run import Run
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tasks.rollout.patches import Patch
-from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
-from tests.integration import tiny_models
-from tests.unit.sync.engines import TensorTrainer
+from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Versions, sampled
 
 TRANSFER = {"weight_transfer_config": {"backend": "policyflow"}}
 SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, engine=TRANSFER)
-PROBE = [[5, 9, 200, 33, 17] * 9, [7, 8], [3]]
-PROMPTS = pa.Table.from_pylist(
-    [
-        {
-            "prompt_id": f"p{i}", "environment": "test", "messages": "", "text": text, "answer": "", "metadata": "",
-        }
-        for i, text in enumerate(["What is 3 + 4?", "Hello", "How many legs has a spider? Tell me, at length."])
-    ],
-    schema=records.PROMPT,
-)  # fmt: skip
 
 
-class Versions:
-    """Versions 0 to 4 of a model with small steps between them, bf16 but for the routers, and an engine at version 0."""
-
-    def __init__(self, make: Callable[[Path, int], Path], root: Path):
-        self.folder = make(root / "model", 0)
-        tensors = {
-            name: tensor if name.endswith("mlp.gate.weight") else tensor.bfloat16()
-            for name, tensor in load_file(self.folder / "model.safetensors").items()
-        }
-        save_file(tensors, self.folder / "model.safetensors", {"format": "pt"})
-        trainer, run = TensorTrainer(tensors), Run(store=f"file://{root}/store", name="r")
-        self.refs: list[ArtifactRef] = []
-        for number in range(5):
-            if number:
-                generator = torch.Generator().manual_seed(number)
-                for tensor in tensors.values():
-                    tensor.copy_(tensor.float() + 1e-3 * torch.randn(tensor.shape, generator=generator))
-            stage, parent = run.stage("policy", number, []), self.refs[-1] if self.refs else None
-            self.refs.append(publish(trainer, stage, SyncConfig(anchor_every=10), parent))
-        self.last = shutil.copytree(self.folder, root / "last")
-        save_file(tensors, self.last / "model.safetensors", {"format": "pt"})
-        self.engine = RolloutEngine(str(self.folder), SETTINGS)
-        self.fresh = RolloutEngine(str(self.last), SETTINGS)
-
-
-@pytest.fixture(scope="module", params=[tiny_models.dense, tiny_models.experts], ids=["dense", "experts"])
+@pytest.fixture(scope="module", **FAMILIES)
 def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
-    made = Versions(request.param, tmp_path_factory.mktemp("model"))
+    made = Versions(request.param, tmp_path_factory.mktemp("model"), SETTINGS)
     yield made
-    made.fresh.close()
-    made.engine.close()
+    made.close()
 
 
 @pytest.fixture
@@ -77,10 +32,6 @@ def engine(versions: Versions) -> RolloutEngine:
     """The engine at version 0."""
     follow(versions.engine, versions.refs[0])
     return versions.engine
-
-
-def sampled(engine: RolloutEngine) -> pa.Table:
-    return engine.sample(PROMPTS, seed=1)[0].drop_columns("policy_version")
 
 
 def test_deltas_lead_to_what_a_fresh_engine_loads_bit_for_bit(versions: Versions, engine: RolloutEngine) -> None:
@@ -105,7 +56,7 @@ def test_bytes_that_change_are_those_that_are_written(versions: Versions, engine
 
     with mock.patch.object(engine, "commit", counting):
         follow(engine, versions.refs[1])
-    old, new = (dict(policy.read(ref)) for ref in versions.refs[:2])
+    old, new = (dict(policy_read.read(ref)) for ref in versions.refs[:2])
     assert written == [sum(int((old[name] != new[name]).sum()) for name in old)]
 
 
@@ -128,7 +79,7 @@ def test_an_apply_that_breaks_off_leaves_the_old_version(versions: Versions, eng
 
 
 def test_vllm_s_loader_that_breaks_off_leaves_the_old_version(versions: Versions, engine: RolloutEngine) -> None:
-    """The way of models that have no slots: quantized ones, or over several workers."""
+    """The way of models that have no slots, as quantized ones."""
     before, version = sampled(engine), engine.version
     model: Any = engine._llm.collective_rpc(lambda worker: worker.model_runner.model)[0]
     load = type(model).load_weights
@@ -137,7 +88,7 @@ def test_vllm_s_loader_that_breaks_off_leaves_the_old_version(versions: Versions
         load(self, list(tensors)[:-3])
         raise RuntimeError("in the middle of loading")
 
-    with mock.patch.object(engine, "_sink", None):
+    with mock.patch.object(engine._sink, "slots", {}):
         with mock.patch.object(type(model), "load_weights", breaking), pytest.raises(RuntimeError, match="middle"):
             follow(engine, versions.refs[4])
         assert engine.version == version and sampled(engine).equals(before)

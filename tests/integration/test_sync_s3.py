@@ -1,11 +1,13 @@
 """Weight sync over a real S3 server that fails in every way that object stores do."""
 
+import multiprocessing
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from infra import policy, s3
+from infra import policy, policy_read, s3, tensors
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import Corrupted, Transient
 from infra.follow import follow
@@ -105,7 +107,32 @@ def test_a_publisher_that_dies_half_way_leaves_nothing_to_see(faulty: FaultyS3) 
     done = run.stage("policy", 1, []).committed()
     again: ArtifactRef = publish(policies, run.stage("policy", 1, []), CONFIG, first)
     assert done in (None, again)
-    assert policy.digest_tensors(policy.read(again)) == policy.digest_tensors(policies.export())
+    assert policy.digest_tensors(policy_read.read(again)) == policy.digest_tensors(policies.export())
+
+
+def _publish_first(url: str) -> None:
+    """In a process of its own: a version of three files."""
+    tensors.SHARD_BYTES = 2**22
+    publish(trainer(), Run(store=url, name="r").stage("policy", 0, []), CONFIG, None)
+
+
+def test_a_killed_publisher_run_again_uploads_only_what_is_not_there(
+    faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, policies = "s3://test/killed", trainer()
+    stage, size = Run(store=url, name="r").stage("policy", 0, []), 6 * 2_000_000
+    publisher = multiprocessing.get_context("spawn").Process(target=_publish_first, args=(url,))
+    faulty.after_write = lambda: publisher.kill() if faulty.written > size / 2 else None
+    publisher.start()
+    publisher.join()
+    assert publisher.exitcode == -signal.SIGKILL and stage.committed() is None
+    first, faulty.written, faulty.after_write = faulty.written, 0, None
+    faulty.rate, faulty.faults = 0.3, ("stale list",)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 2**22)
+    again = publish(policies, stage, CONFIG, None)
+    faulty.rate = 0.0
+    assert policy.digest_tensors(policy_read.read(again)) == policy.digest_tensors(policies.export())
+    assert first >= 2 * size / 3 and faulty.written < size - first + 50_000, "the rest, and the manifest"
 
 
 def test_a_damaged_delta_is_found_and_the_engine_keeps_its_version(faulty: FaultyS3) -> None:
@@ -116,7 +143,7 @@ def test_a_damaged_delta_is_found_and_the_engine_keeps_its_version(faulty: Fault
     train(policies, 1)
     refs.append(publish(policies, run.stage("policy", 1, []), CONFIG, refs[0]))
     artifact = open_artifact(refs[1])
-    key = f"{artifact.manifest.folder}/delta-00000.bin"
+    key = artifact.manifest.place("delta-00000.bin")
     data = bytearray(artifact.store.read(key))
     data[len(data) // 2] ^= 1
     artifact.store.put(key, bytes(data))

@@ -9,11 +9,11 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
 VOCABULARY = 258
 
 
-def dense(folder: Path, seed: int = 0) -> Path:
-    """A Llama with tied embeddings, as SmolLM2 is."""
+def dense(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A Llama with tied embeddings, as SmolLM2 is. `changes`: of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_COMMON, intermediate_size=96, tie_word_embeddings=True)
+    config = LlamaConfig(**_COMMON | {"intermediate_size": 96, "tie_word_embeddings": True} | changes)
     return _save(LlamaForCausalLM, config, folder, seed)
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from infra import policy, records
+from infra import policy, policy_read, policy_write, records
 from infra.artifacts import ArtifactRef
 from infra.follow import follow
 from infra.models.beam.checkpoint import is_router
@@ -63,7 +63,7 @@ def train_and_publish(folder: Path) -> dict[str, Any]:
     base = {name: tensor.clone() for name, tensor in Trainer(str(folder / "model"), trainer.config, seed=0).export()}
     changed = [name for name, tensor in trainer.export() if is_router(name) and not torch.equal(tensor, base[name])]
     store = Store.at(f"file://{folder}/store")
-    ref = policy.write_full(store, "version", trainer.export(), version=1, step=STEPS)
+    ref = policy_write.write_full(store, "version", trainer.export(), version=1, step=STEPS)
     return {"k3": k3, "changed": changed, "ref": ref}
 
 
@@ -89,7 +89,7 @@ def test_the_routers_fp32_bits_are_the_trainers_in_version_and_engine(engine: Ro
     assert {info.dtype for name, info in version.tensors.items() if name not in routers} == {"bfloat16"}
     follow(engine, ref)
     held = dict(engine.export())
-    for name, tensor in policy.read(ref):
+    for name, tensor in policy_read.read(ref):
         assert held[name].dtype == tensor.dtype and torch.equal(held[name], tensor), name
     lost = [name for name in routers if torch.equal(held[name], held[name].bfloat16().float())]
     assert not lost, "no router could have come through bf16"

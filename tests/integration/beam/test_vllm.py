@@ -4,10 +4,9 @@ Engines live in this process (vLLM's import is most of what a process of its own
 threads on shared cores wait for each other longer than a small model computes.
 """
 
-import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,27 +176,6 @@ def test_updated_engine_equals_a_fresh_one_to_the_bit(
     assert not torch.equal(stale[0], expected[0])
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert all(torch.equal(held[name], tensor) for name, tensor in after.items())
-
-
-@pytest.fixture
-def two_ranks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets an engine of this process have two workers, and two pipeline stages without a warm-up."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    # Forked workers have vLLM imported already; spawned ones would each take longer over it than over the test.
-    fork: Callable[[], Any] = lambda: multiprocessing.get_context("fork")  # noqa: E731
-    monkeypatch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", fork)
-    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
-
-    def gather_into_a_buffer(self: Any, *args: Any) -> Any:
-        # vLLM allocates the buffer in its warm-up, which it skips on a CPU with enforce_eager, for every model.
-        if self.intermediate_tensors is None:
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
-        return gather(self, *args)
-
-    monkeypatch.setattr(GPUModelRunner, "sync_and_gather_intermediate_tensors", gather_into_a_buffer)
 
 
 @pytest.mark.usefixtures("two_ranks_fit")

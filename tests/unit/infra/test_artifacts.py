@@ -268,6 +268,57 @@ def test_racing_writers_agree_on_one_artifact(file_store: Store) -> None:
     assert len({key.split("/")[2] for key in file_store.keys("run/x")}) == 2, "only the winner's files remain"
 
 
+def test_a_resumable_writer_writes_only_what_another_has_not_left(
+    file_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_both(w: ArtifactWriter) -> None:
+        w.bytes("one", b"1")
+        w.tensors("model", TENSORS)
+
+    with pytest.raises(CrashError), file_store.write("run/x", "sample", resumable=True) as w:
+        fill_both(w)
+        w.bytes("other", b"not written again")
+        raise CrashError
+    assert file_store.find("run/x") is None
+    opened: list[str] = []
+    original = Files.open
+    monkeypatch.setattr(Files, "open", lambda self, path: opened.append(path) or original(self, path))
+    with file_store.write("run/x", "sample", resumable=True) as w:
+        fill_both(w)
+        w.bytes("two", b"2")
+    assert [path.rpartition("-")[2] for path in opened] == ["two"]
+    artifact = open_artifact(w.ref)
+    assert (artifact.bytes("one"), artifact.bytes("two")) == (b"1", b"2")
+    assert artifact.tensors("model").keys() == TENSORS.keys()
+    assert {key.removeprefix("run/x/") for key in file_store.keys("run/x")} == {
+        "manifest.json",
+        *artifact.manifest.places,
+    }
+
+
+@pytest.mark.parametrize("dying", [False, True])
+def test_resumable_writers_at_once_never_lose_each_others_files(file_store: Store, dying: bool) -> None:
+    """Some of them equal, some not, some dying: what is committed is whole, and in the end all there is."""
+    start = threading.Barrier(8)
+
+    def race(i: int) -> ArtifactRef | None:
+        start.wait()
+        try:
+            with file_store.write("run/x", "sample", resumable=True) as w:
+                w.bytes("same", b"same" * 10_000)
+                w.bytes("mine", str(i % 3).encode() * 10_000)
+                if dying and i % 2:
+                    raise CrashError
+            return w.ref
+        except CrashError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        refs = {ref for ref in pool.map(race, range(8)) if ref}
+    assert len({ref.digest for ref in refs}) == 1
+    read_all(refs.pop())
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_byte_anywhere_is_found_and_its_file_named(file_store: Store, data: st.DataObject) -> None:

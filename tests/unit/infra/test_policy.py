@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra import policy
+from infra import policy, policy_read, policy_write
 from infra.artifacts import Store, open_artifact
 from infra.errors import BadInput, Corrupted
 
@@ -18,8 +18,8 @@ WEIGHTS = {
 
 
 def test_a_version_is_read_back_bit_for_bit(file_store: Store) -> None:
-    ref = policy.write_full(file_store, "v1", iter(WEIGHTS.items()), version=1, step=10, base="blake3:00")
-    back = dict(policy.read(ref))
+    ref = policy_write.write_full(file_store, "v1", iter(WEIGHTS.items()), version=1, step=10, base="blake3:00")
+    back = dict(policy_read.read(ref))
     assert back.keys() == WEIGHTS.keys()
     for name, tensor in WEIGHTS.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
@@ -32,8 +32,8 @@ def test_a_version_is_read_back_bit_for_bit(file_store: Store) -> None:
 
 
 def test_equal_weights_have_one_digest_however_sharded_and_ordered(file_store: Store) -> None:
-    one = policy.write_full(file_store, "one", WEIGHTS.items(), version=1, step=1)
-    two = policy.write_full(file_store, "two", reversed(WEIGHTS.items()), version=9, step=2, shard_bytes=16)
+    one = policy_write.write_full(file_store, "one", WEIGHTS.items(), version=1, step=1)
+    two = policy_write.write_full(file_store, "two", reversed(WEIGHTS.items()), version=9, step=2, shard_bytes=16)
     assert policy.describe(one).policy_digest == policy.describe(two).policy_digest
     assert one.digest != two.digest
     assert len(open_artifact(two).names) > len(open_artifact(one).names)
@@ -61,14 +61,14 @@ def test_strides_do_not_change_a_tensors_digest() -> None:
 
 
 def test_a_damaged_version_yields_no_tensor_of_the_damaged_file(file_store: Store) -> None:
-    ref = policy.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
+    ref = policy_write.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
     artifact = open_artifact(ref)
-    path = Path(artifact.store.path(f"{artifact.manifest.folder}/model-00000.safetensors"))
+    path = Path(artifact.store.path(artifact.manifest.place("model-00000.safetensors")))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(Corrupted, match=r"model-00000\.safetensors"):
-        next(policy.read(ref))
+        next(policy_read.read(ref))
 
 
 def test_what_is_no_policy_is_refused(file_store: Store) -> None:
@@ -77,20 +77,20 @@ def test_what_is_no_policy_is_refused(file_store: Store) -> None:
     with pytest.raises(BadInput, match="rollouts"):
         policy.describe(w.ref)
     with pytest.raises(BadInput, match="no tensors"):
-        policy.write_full(file_store, "none", [], version=1, step=0)
+        policy_write.write_full(file_store, "none", [], version=1, step=0)
     with pytest.raises(BadInput, match="step"):
-        policy.write_full(file_store, "v", WEIGHTS.items(), version=1, step=0, metadata={"step": 3})
+        policy_write.write_full(file_store, "v", WEIGHTS.items(), version=1, step=0, metadata={"step": 3})
     assert file_store.find("none") is None
 
 
 def test_an_adapter_is_a_version_that_goes_with_another(file_store: Store) -> None:
-    base = policy.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
+    base = policy_write.write_full(file_store, "v1", WEIGHTS.items(), version=1, step=0)
     adapter = {"mlp.lora_A": torch.randn(2, 8), "mlp.lora_B": torch.zeros(8, 2)}
     digest, settings = policy.describe(base).policy_digest, {"r": 2, "lora_alpha": 4}
-    ref = policy.write_full(
+    ref = policy_write.write_full(
         file_store, "a2", adapter.items(), version=2, step=1, base=digest, parent=base, adapter_config=settings
     )
     what = policy.describe(ref)
     assert (what.form, what.parent, what.base, what.is_full) == ("adapter", base, digest, True)
     assert what.adapter_config == settings
-    assert policy.digest_tensors(policy.read(ref)) == policy.digest_tensors(adapter.items()) == what.policy_digest
+    assert policy.digest_tensors(policy_read.read(ref)) == policy.digest_tensors(adapter.items()) == what.policy_digest

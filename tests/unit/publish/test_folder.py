@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from infra import policy as policies
+from infra import policy_write
+from infra.adapters import PREFIX, LoraConfig, peft_config
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names, rounded
 from infra.run import Stage
 from infra.store import Store
 from tasks.publish.check import NotThePolicy, compare_transformers, largest_difference
-from tasks.publish.folder import fetch_model, model_config, model_folder, write_model
+from tasks.publish.folder import fetch_model, model_config, model_folder, write_adapter, write_model
 from tests.models import write_tiny_llama
 
 SEQUENCES = [[5, 9, 33, 2, 71], [8, 8, 1, 90, 14]]
@@ -42,9 +45,11 @@ def logprobs(base: Path, tensors: dict[str, torch.Tensor]) -> list[list[float]]:
     return scores.gather(-1, ids[:, 1:, None])[..., 0].tolist()
 
 
-def published(store: Store, base: Path, tensors: dict[str, torch.Tensor]) -> tuple[ArtifactRef, ArtifactRef]:
+def published(
+    store: Store, base: Path, tensors: dict[str, torch.Tensor], **more: Any
+) -> tuple[ArtifactRef, ArtifactRef]:
     """(policy, model)."""
-    policy = policies.write_full(store, "policy", tensors.items(), version=1, step=1, shard_bytes=100_000)
+    policy = policy_write.write_full(store, "policy", tensors.items(), version=1, step=1, shard_bytes=100_000, **more)
     stage = Stage(store=store.url, folder="models", name="model", inputs=(policy,))
     return policy, write_model(stage, policy, str(base), {"run": "r", "version": 1})
 
@@ -57,9 +62,51 @@ def test_transformers_loads_the_policy_and_another_one_is_told(file_store: Store
 
     other = {name: tensor.clone() for name, tensor in tensors.items()}
     other["model.norm.weight"][3] += 0.5
-    elsewhere = policies.write_full(file_store, "other", other.items(), version=2, step=2)
+    elsewhere = policy_write.write_full(file_store, "other", other.items(), version=2, step=2)
     with pytest.raises(NotThePolicy, match=r"model\.norm\.weight the first"):
         compare_transformers(model, elsewhere, SEQUENCES, expected, 1e-4, 300)
+
+
+def test_an_adapter_is_published_merged_and_alone_and_both_are_what_peft_computes(
+    file_store: Store, base: Path, tmp_path: Path
+):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(rank=4, alpha=8)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            path, (out, inputs) = PREFIX + name.removesuffix(".weight"), weight.shape
+            tensors[f"{path}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) * 0.1
+            tensors[f"{path}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.1
+    policy, model = published(file_store, base, tensors, adapter_config=peft_config(config, tensors))
+    write_adapter(policy, tmp_path / "adapter", fused_experts=False)
+
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    ids = torch.tensor(SEQUENCES)
+    with torch.inference_mode():
+        scores = whole(ids).logits[:, :-1].log_softmax(-1)
+    by_peft = scores.gather(-1, ids[:, 1:, None])[..., 0]
+    assert (by_peft - torch.tensor(logprobs(base, {}))).abs().mean() > 1e-2, "the adapter does something"
+    assert compare_transformers(model, policy, SEQUENCES, by_peft.tolist(), 1e-4, 300) < 1e-4
+    assert (fetch_model(model, tmp_path / "merged") / "tokenizer.json").is_file()
+
+
+def test_a_version_in_mxfp8_is_published_as_the_numbers_that_it_stands_for(file_store: Store, base: Path):
+    tensors = weights(base)
+    names = quantized_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, Mxfp8Config())
+    policy, model = published(file_store, base, dict(quantize_tensors(tensors.items(), names)))
+    expected = {name: rounded(tensor) if name in names else tensor for name, tensor in tensors.items()}
+    assert compare_transformers(model, policy, SEQUENCES, logprobs(base, expected), 1e-4, 300) < 1e-4
+
+
+def test_a_whole_policy_has_no_adapter_to_write(file_store: Store, base: Path, tmp_path: Path):
+    policy, _ = published(file_store, base, weights(base))
+    with pytest.raises(BadInput, match="adapter_folder: version 1 is a whole policy; leave it out"):
+        write_adapter(policy, tmp_path / "adapter", fused_experts=False)
 
 
 def test_a_copy_is_the_same_folder_and_never_overwrites(file_store: Store, base: Path, tmp_path: Path):

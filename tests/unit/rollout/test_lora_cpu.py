@@ -33,3 +33,7 @@ def test_slices_get_their_own_product(kind: str, rank: int):
     result = y.clone()
     adapter.add_to(result, x, uses)
     torch.testing.assert_close(result, y + added * uses, rtol=1e-4, atol=1e-4)
+    weight = torch.randn(sum(SIZES), 16, generator=generator)
+    whole = weight.clone()
+    adapter.add_to_weight(whole)
+    torch.testing.assert_close(x @ whole.t(), x @ weight.t() + added, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra import policy
+from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
 from infra.follow import follow, prefetch
 from infra.run import Run
@@ -78,10 +78,10 @@ def test_an_engine_goes_from_version_to_version_by_what_changed(chain: Chain, dt
 
 def test_a_fresh_engine_takes_the_cheapest_chain(chain: Chain) -> None:
     chain.publish(7)
-    assert [what.version for _, what in policy.chain(chain.refs[6])] == [4, 5, 6]
-    assert [what.version for _, what in policy.chain(chain.refs[4])] == [4]
-    assert [what.version for _, what in policy.chain(chain.refs[6], chain.digests[3])] == [4, 5, 6]
-    assert policy.chain(chain.refs[6], chain.digests[6]) == []
+    assert [what.version for _, what in policy_read.chain(chain.refs[6])] == [4, 5, 6]
+    assert [what.version for _, what in policy_read.chain(chain.refs[4])] == [4]
+    assert [what.version for _, what in policy_read.chain(chain.refs[6], chain.digests[3])] == [4, 5, 6]
+    assert policy_read.chain(chain.refs[6], chain.digests[6]) == []
     engine = TensorEngine(tensors())
     follow(engine, chain.refs[6])
     assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[6]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from infra import policy
+from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
 from infra.follow import follow
 from infra.store import Store
@@ -26,7 +26,7 @@ def test_the_last_versions_and_what_they_are_made_of_stay(tmp_path: Path) -> Non
     assert left(chain) == [0, 8, 9, 10], "9 and 10 are made of anchor 8; version 0 always stays"
     assert drop_old_versions(chain.run, chain.refs[10], keep=2) == []
     for number in (0, 8, 9, 10):
-        assert policy.digest_tensors(policy.read(chain.refs[number])) == chain.digests[number]
+        assert policy.digest_tensors(policy_read.read(chain.refs[number])) == chain.digests[number]
 
 
 def test_what_a_pin_names_stays_until_it_is_dropped(tmp_path: Path) -> None:

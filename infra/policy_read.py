@@ -1,0 +1,139 @@
+"""Policy versions are read: from the cheapest chain of a full version and deltas, checked by their digests."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from infra import policy
+from infra.artifacts import ArtifactRef, open_artifact
+from infra.errors import BadInput, Corrupted
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+    from torch import Tensor
+
+    from infra.codec.frame import Changes
+    from infra.mirror import Mirror
+
+_DECODERS = 2
+
+
+def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef, policy.PolicyVersion]]":
+    """The versions to read, in order, to come to `ref` with the fewest bytes.
+
+    The first is full and is read whole, the rest are deltas; or all are deltas, the first to the version of digest
+    `have`, that the reader holds. Empty when it holds `ref`. Raises BadInput when no chain is left in the store.
+    """
+    path: list[tuple[ArtifactRef, policy.PolicyVersion]] = []
+    best: list[tuple[ArtifactRef, policy.PolicyVersion]] | None = None
+    cheapest, spent = float("inf"), 0
+    at: ArtifactRef | None = ref
+    while at is not None and spent < cheapest:
+        try:
+            what = policy.describe(at)
+        except BadInput:
+            if at is ref:
+                raise
+            break  # collected
+        if what.policy_digest == have and what.form != "adapter":
+            return path[::-1]
+        path.append((at, what))
+        if what.is_full and (cost := spent + _full_bytes(at)) < cheapest:
+            best, cheapest = path[::-1], cost
+        if not what.is_delta:
+            break
+        spent += sum(frame.bytes for frame in what.frames or [])
+        at = what.parent
+    if best is None:
+        raise BadInput(f"{ref.uri} cannot be read: no full version is left that its deltas lead to")
+    return best
+
+
+def read(ref: ArtifactRef) -> "Iterator[tuple[str, Tensor]]":
+    """All tensors of a version, checked. Raises Corrupted naming the file or tensor.
+
+    One shard is in memory at a time (views of the mapped files, for file://) when the version is full; a delta's are
+    made in a mirror, a scratch file, of which views are yielded. A consumer that changes live weights must be able to
+    roll back, or read everything first. Of an adapter, its own tensors.
+    """
+    if (what := policy.describe(ref)).form == "adapter":
+        yield from _read_full(ref, what)
+        return
+    path = chain(ref)
+    if len(path) == 1:
+        yield from _read_full(*path[0])
+        return
+    mirror = mirror_of(ref, path)
+    for name in mirror.names:
+        yield name, mirror.tensor(name)
+
+
+def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, policy.PolicyVersion]] | None" = None) -> "Mirror":
+    """A mirror that holds the version, read from the store and checked."""
+    from infra.mirror import Mirror
+
+    path = chain(ref) if path is None else path
+    mirror = Mirror({name: (policy.dtype_of(info), info.shape) for name, info in path[0][1].tensors.items()})
+    mirror.fill(_read_full(*path[0]), path[0][0])
+    for at, what in path[1:]:
+        mirror.ref = None
+        for name, found in changes(at, what, mirror.words):
+            mirror.words(name)[found.positions] = found.values
+        mirror.ref = at
+    for name, info in path[-1][1].tensors.items():
+        if info.digest != path[0][1].tensors[name].digest and policy.tensor_digest(mirror.tensor(name)) != info.digest:
+            raise Corrupted(f"tensor {name!r} of {ref.uri} is not the one that was published")
+    return mirror
+
+
+def changes(
+    ref: ArtifactRef, what: policy.PolicyVersion, old: "Callable[[str], ndarray]"
+) -> "Iterator[tuple[str, Changes]]":
+    """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
+
+    Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
+    a time. Raises Corrupted.
+    """
+    from infra.codec import frame
+    from infra.codec.layout import layout_of
+
+    artifact, frames = open_artifact(ref), what.frames or []
+
+    def decode(entry: policy.Frame, data: memoryview) -> "list[Changes]":
+        layout = layout_of(policy.dtype_of(what.tensors[entry.tensors[0]]))
+        return frame.decode(data, [old(name) for name in entry.tensors], layout)
+
+    file, data = None, memoryview(b"")
+    running: deque[tuple[policy.Frame, Future[list[Changes]]]] = deque()
+    with ThreadPoolExecutor(_DECODERS, thread_name_prefix="decode") as pool:
+        for entry in frames:
+            if entry.file != file:
+                file, data = entry.file, memoryview(artifact.buffer(entry.file))
+            while len(running) > _DECODERS:
+                done, found = running.popleft()
+                yield from zip(done.tensors, found.result(), strict=True)
+            running.append((entry, pool.submit(decode, entry, data[entry.offset : entry.offset + entry.bytes])))
+        while running:
+            done, found = running.popleft()
+            yield from zip(done.tensors, found.result(), strict=True)
+
+
+def _read_full(ref: ArtifactRef, what: policy.PolicyVersion) -> "Iterator[tuple[str, Tensor]]":
+    """A shard is checked whole before its first tensor is yielded."""
+    from infra.tensors import dtype_name
+
+    seen: set[str] = set()
+    for name, tensor in open_artifact(ref).iter_tensors(policy.FILES):
+        info = what.tensors.get(name)
+        if info is None or (info.dtype, info.shape) != (dtype_name(tensor.dtype), list(tensor.shape)):
+            raise Corrupted(f"tensor {name!r} of {ref.uri} is not as its manifest says")
+        seen.add(name)
+        yield name, tensor
+    if missing := what.tensors.keys() - seen:
+        raise Corrupted(f"{ref.uri} lacks tensors of its manifest: {sorted(missing)[:5]}")
+
+
+def _full_bytes(ref: ArtifactRef) -> int:
+    files = open_artifact(ref).manifest.files
+    return sum(entry.bytes for entry in files if entry.name.startswith(f"{policy.FILES}-"))

@@ -1,0 +1,75 @@
+"""How vLLM is built: its keyword arguments, and the environment that it reads when it is imported."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tasks.rollout.config import RolloutConfig
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def has_experts(model_dir: str) -> bool:
+    """Whether a Hugging Face folder's config tells of routed experts."""
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    config = config.get("text_config", config)
+    return any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS)
+
+
+def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM on this machine's device."""
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": ("auto" if not on_cpu or _cpu_has_bf16() else "float32") if config.dtype == "auto" else config.dtype,
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "enable_return_routed_experts": routes,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "max_model_len": config.max_model_len,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if on_cpu and not routes and config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        from vllm.config import KVTransferConfig
+
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="PromptFork", kv_role="kv_both", kv_connector_module_path="tasks.rollout.fork"
+        )
+    block_size = config.block_size or (32 if on_cpu else None)
+    if block_size:
+        arguments["block_size"] = block_size
+    kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
+    if kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if not on_cpu:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments | config.engine
+
+
+def _cpu_has_bf16() -> bool:
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def prepare_environment() -> None:
+    """vLLM reads these when it is imported; what the user has set stays."""
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The number of threads is the caller's choice (OMP_NUM_THREADS); pinning would put all engines on the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The scheduler in this process (workers are processes of their own where there are several): it loads faster, and a
+        # message to the workers cannot come between those of a step.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
