@@ -58,6 +58,10 @@ class LocalPrefect:
             "DO_NOT_TRACK": "1",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+            # SQLite takes one writer at a time. When many flow runs begin together, each waits for its turn longer than
+            # Prefect's 10 s and 5 tries, after which it would be Crashed.
+            "PREFECT_SERVER_DATABASE_TIMEOUT": "40",
+            "PREFECT_CLIENT_MAX_RETRIES": "10",
             **self._extra,
         }
 

@@ -295,7 +295,7 @@ def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, 
         screenshot(page, "curves")
         page.goto(f"{small.prefect.ui_url}/runs/flow-run/{run.id}")
         page.get_by_text("Task runs").first.wait_for()
-        page.wait_for_timeout(1500)
+        page.wait_for_timeout(5000)
         screenshot(page, "training")
 
 
