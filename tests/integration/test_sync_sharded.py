@@ -41,6 +41,10 @@ def configured(**settings: Any) -> RolloutConfig:
     return RolloutConfig(samples_per_prompt=2, max_new_tokens=8, kv_cache_gib=0.05, **settings)
 
 
+_closed: list[RolloutEngine] = []
+"""Kept to the end: vLLM leaves sockets of its queues to workers open, and collecting their ZeroMQ context waits for ever."""
+
+
 @contextmanager
 def started(folder: Path, config: RolloutConfig) -> Iterator[RolloutEngine]:
     """One at a time: workers that are forked beside another engine's hold its pipes open."""
@@ -49,6 +53,7 @@ def started(folder: Path, config: RolloutConfig) -> Iterator[RolloutEngine]:
         yield engine
     finally:
         engine.close()
+        _closed.append(engine)
 
 
 def break_after(worker: Any, rank: int, patches: int) -> None:
