@@ -34,7 +34,7 @@ test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=p
 model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
 	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
 
-test-slow: $(VENV)/.installed-$(EXTRA)  ## whole runs through server and worker, killed and resumed: a quarter of an hour
+test-slow: $(VENV)/.installed-$(EXTRA)  ## whole runs through server and worker, killed and resumed: ten minutes
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/integration
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results
@@ -70,7 +70,7 @@ $(VENV)/.installed-$(EXTRA): requirements/$(EXTRA).txt pyproject.toml | $(UV)
 	@# Compiled once: with PYTHONDONTWRITEBYTECODE set, every process would compile vLLM, torch and Megatron anew.
 	@$(UV) pip sync --quiet --compile-bytecode --python $(VENV) --require-hashes requirements/$(EXTRA).txt
 	@$(UV) pip install --quiet --python $(VENV) --no-deps --editable .
-	@touch $@
+	@rm -f $(VENV)/.installed-* && touch $@  # CPU and GPU packages take each other's place
 
 lock: | $(UV)  ## resolve again: requirements/cpu.txt, gpu.txt
 	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra cpu --group dev -o requirements/cpu.txt

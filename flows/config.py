@@ -4,13 +4,13 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from infra.adapters import LoraConfig, check_targets
-from infra.config import Config
+from infra.config import URL, Config
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantized_names
 from tasks.dataset.config import DatasetConfig
@@ -24,19 +24,6 @@ RESUMABLE = (
     "run", "store", "credentials", "steps", "checkpoint_every", "tracking", "timeouts", "resources", "evaluation"
 )  # fmt: skip
 PROFILES = Path(__file__).parent.parent / "infra" / "profiles"
-
-
-def _without_secrets(url: str | None) -> str | None:
-    """Parameters are stored and shown by Prefect and MLflow: a password in a URL would be everyone's."""
-    if url and "@" in url.partition("://")[2].partition("/")[0]:
-        raise ValueError(
-            "credentials in a URL are shown to everyone who sees the run; keep them in the environment "
-            "(AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD, ...) or in a Prefect Secret block named by `credentials`"
-        )
-    return url
-
-
-URL = Annotated[str, AfterValidator(_without_secrets)]
 
 
 class EvaluationConfig(Config):
@@ -327,7 +314,8 @@ def _explain(kind: type[Config], fault: Any) -> str:
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"{path}: unknown setting; valid here: {', '.join(_siblings(kind, fault['loc']))}"
-    hidden = fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
+    whole = isinstance(fault["input"], dict)  # of settings that do not go together: the message names them
+    hidden = whole or fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
     given = "" if hidden else f" (got {fault['input']!r})"
     return f"{path or 'settings'}: {fault['msg'].removeprefix('Value error, ')}{given}"[:2000]
 

@@ -128,9 +128,8 @@ class Recorder:
             key=f"{report.artifact_key(session.run.name)}-report", description=f"Report of {session.run.name}",
         )  # fmt: skip
         conclude(session, head, self.dataset, values)
-        folder = f"{session.run.store}/runs/{session.run.name}"
-        for line in report.summary_lines(values, folder, session.tracker.uri, session.tracker.run_id):
-            session.progress.line(line)
+        session.run.write_json("report.json", values | {"complete": True})
+        tell_end(session, values)
         return values
 
     def _picture(self) -> None:
@@ -160,6 +159,22 @@ class Recorder:
         }
         self.session.run.write_json("report.json", values)
         return values
+
+
+def finished_report(session: Session) -> dict[str, Any] | None:
+    """The report of a run that has nothing left to do, told again; None if it has."""
+    values = session.run.read_json("report.json") or {}
+    if not values.get("complete") or values["steps"] < session.config.steps:
+        return None
+    tell_end(session, values)
+    return values
+
+
+def tell_end(session: Session, values: dict[str, Any]) -> None:
+    """The summary at the end of a run, for a person."""
+    folder = f"{session.run.store}/runs/{session.run.name}"
+    for line in report.summary_lines(values, folder, session.tracker.uri, session.tracker.run_id):
+        session.progress.line(line)
 
 
 def announce(session: Session, head: Head, reward: float) -> None:

@@ -24,7 +24,7 @@ from flows.evaluate import evaluate_version
 from flows.failures import default_run, end_crash_loop, run_of, tell_failure
 from flows.memory import within_memory
 from flows.prepare import run_dataset, split_size
-from flows.recorder import Recorder, Times, warm_start_line
+from flows.recorder import Recorder, Times, finished_report, warm_start_line
 from flows.session import Session, open_session
 from infra.artifacts import ArtifactRef
 from infra.credentials import use_credentials
@@ -59,6 +59,8 @@ def train(config: TrainConfig, dataset: ArtifactRef | None = None) -> dict[str, 
     with open_session(config, config.run or default_run(str(flow_run.id))) as session:
         head = session.run.head()
         end_crash_loop(session.run, head.step if head else 0)
+        if report := finished_report(session):
+            return report
         dataset = run_dataset(session.run, config.dataset, dataset, session.model, config.timeouts.dataset_s)
         check_weights(config.reward, dataset)
         demonstrations = demonstrations_of(session, dataset)

@@ -2,8 +2,23 @@
 
 import hashlib
 import json
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+def _without_secrets(url: str | None) -> str | None:
+    """Parameters are stored and shown by Prefect and MLflow: a password in a URL would be everyone's."""
+    if url and "@" in url.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "credentials in a URL are shown to everyone who sees the run; keep them in the environment "
+            "(AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD, ...) or in a Prefect Secret block named by `credentials`"
+        )
+    return url
+
+
+URL = Annotated[str, AfterValidator(_without_secrets)]
+"""A setting that may be a URL, without credentials in it."""
 
 
 class Config(BaseModel):

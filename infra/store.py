@@ -96,7 +96,9 @@ class Store:
             raise BadInput(f"store URL {url!r}: expected a folder, file:///folder or s3://bucket/prefix")
         scheme, separator, rest = url.partition("://")
         if not separator:
-            return cls("file://" + os.path.abspath(os.path.expanduser(url)))
+            if (folder := os.path.expanduser(url)).startswith("~"):
+                raise BadInput(f"store URL {url!r}: there is no user {url.partition('/')[0][1:]!r} with a home folder")
+            return cls("file://" + os.path.abspath(folder))
         if scheme == "file" and rest.startswith("/"):
             return cls("file://" + os.path.abspath(rest))
         if scheme == "s3" and rest.strip("/"):

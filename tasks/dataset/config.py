@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import Config
+from infra.config import URL, Config
 
 
 class DatasetConfig(Config):
@@ -16,9 +16,9 @@ class DatasetConfig(Config):
     """Settings of the environment, e.g. {"low": 1, "high": 99} for addition."""
     source: Literal["environment", "files", "datasets"] = "environment"
     """environment: it makes up its problems. files: JSONL, Parquet or CSV. datasets: by the `datasets` library."""
-    path: str | None = None
+    path: URL | None = None
     """files: a file, a glob or any fsspec URL (s3://bucket/train-*.parquet). datasets: a name or a folder."""
-    heldout_path: str | None = None
+    heldout_path: URL | None = None
     """files: the held-out problems, when they lie in files of their own; null: they are taken from `path`."""
     subset: str | None = None
     """datasets: the configuration's name, e.g. "main" of gsm8k."""
