@@ -27,20 +27,36 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
     """The environment called `name_or_path`, built with `args`.
 
     `name_or_path` is a folder or .py file (anything with a slash, or that ends in .py), one of `known_environments()`,
-    or the dotted name of an installed module. Raises BadInput when there is none, or when it does not take `args`.
+    or the dotted name of an installed module. Raises BadInput when there is none, when it does not take `args`, or when its
+    own code fails.
     """
-    module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
+    try:
+        module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
+    except (Exception, SystemExit) as error:
+        raise _own_fault(name_or_path, "cannot be imported", error) from error
     factory = getattr(module, "load_environment", None)
     if not callable(factory):
         raise BadInput(f"environment {name_or_path!r}: {module.__file__} has no function load_environment()")
     _check_arguments(name_or_path, factory, args)
-    environment = factory(**args)
+    try:
+        environment = factory(**args)
+    except Exception as error:
+        raise _own_fault(name_or_path, "load_environment() failed", error) from error
     if not isinstance(environment, Environment):
         raise BadInput(
             f"environment {name_or_path!r}: load_environment() returned {type(environment).__name__}, "
             "which lacks a `name` or a `reward(response, answer, metadata)`"
         )
     return environment
+
+
+def _own_fault(name: str, what: str, error: BaseException) -> BadInput:
+    """What the environment's own code raised, as the input's fault that it is: no retry mends it."""
+    return (
+        error
+        if isinstance(error, BadInput)
+        else BadInput(f"environment {name!r}: {what}: {type(error).__name__}: {error}")
+    )
 
 
 def is_path(name_or_path: str) -> bool:

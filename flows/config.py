@@ -31,7 +31,7 @@ class EvaluationConfig(Config):
 
     split: str = "heldout"
     """The dataset's split: heldout or train."""
-    prompts: int | None = None
+    prompts: int | None = Field(None, ge=1)
     """Prompts used (the first of the split); null: all."""
     samples: int = Field(8, ge=1)
     """Responses sampled for each prompt."""
@@ -112,7 +112,7 @@ class TrainConfig(Config):
     """Optimizer steps. More steps than a finished run has continue it."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints of the trainer. A lost trainer replays the stored batches since the last one."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
     """Seed of sampling, of the data's order and of the trainer."""
     dataset: DatasetConfig = DatasetConfig()
     """Where prompts come from."""
@@ -152,6 +152,11 @@ class TrainConfig(Config):
             raise ValueError(
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
+            )
+        context = self.rollout.max_model_len
+        if context is not None and self.sync.probe_length >= context:
+            raise ValueError(
+                f"sync.probe_length ({self.sync.probe_length}) must be below rollout.max_model_len ({context})"
             )
         on_gpu = bool(self.resources.rollout_gpus and self.resources.update_gpus)
         if self.precision == "mxfp8" and not on_gpu and not self.mxfp8.emulation:
@@ -270,13 +275,17 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
     Raises BadInput that names each offending key by its path and says what is valid.
     """
     path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
-    if not path.is_file():
+    try:
+        exists = path.is_file()
+    except OSError:  # a name that no file can have
+        exists = False
+    if not exists:
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
     try:
         values = yaml.load(path.read_text(), Loader=_Loader) or {}
-    except yaml.YAMLError as error:
-        raise BadInput(f"profile {path}: not YAML: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"profile {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
     return parse_config(TrainConfig, apply_overrides(values, overrides or []), source=os.fspath(path.name))
@@ -307,7 +316,11 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise BadInput(f"override: {override!r}: {name} is a value, not a group of settings")
         values = child
-    values[last] = yaml.load(value, Loader=_Loader)
+    try:
+        values[last] = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or "not YAML"
+        raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
 
 
 def _explain(kind: type[Config], fault: Any) -> str:

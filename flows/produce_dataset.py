@@ -7,16 +7,19 @@ PREFECT_API_URL says which Prefect server is told; infra/events.py documents the
 """
 
 import argparse
+import sys
 
+from flows.config import parse_config
 from flows.prepare import dataset_of
 from infra.artifacts import open_artifact
+from infra.errors import BadInput
 from infra.events import DatasetReady, emit
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 
 
-def main() -> None:
-    """Commit the dataset, then tell."""
+def main() -> int:
+    """Commit the dataset, then tell. Exit status: 0 done, 2 bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="problems: JSONL, Parquet or CSV; a path or URL")
     parser.add_argument("--store", required=True, help="root of the artifact store")
@@ -24,12 +27,18 @@ def main() -> None:
     parser.add_argument("--environment", default="addition", help="the environment that scores responses")
     arguments = parser.parse_args()
 
-    config = DatasetConfig(environment=arguments.environment, source="files", path=arguments.file)
-    dataset = dataset_of(Store.at(arguments.store).url, config)
+    settings = {"environment": arguments.environment, "source": "files", "path": arguments.file}
+    try:
+        store = Store.at(arguments.store).url
+        dataset = dataset_of(store, parse_config(DatasetConfig, settings, source="dataset"))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     counts = open_artifact(dataset).metadata["prompts"]
     emit(DatasetReady(name=arguments.name, environment=arguments.environment, dataset=dataset, prompts=counts))
     print(f"dataset.ready: {dataset.uri}, {counts}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

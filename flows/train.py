@@ -63,6 +63,8 @@ def train(config: TrainConfig, dataset: ArtifactRef | None = None) -> dict[str, 
             return report
         dataset = run_dataset(session.run, config.dataset, dataset, session.model, config.timeouts.dataset_s)
         check_weights(config.reward, dataset)
+        for split in ("train", config.evaluation.split):
+            split_size(dataset, split)
         demonstrations = demonstrations_of(session, dataset)
         session.load_engines()
         base = first_version(session, demonstrations)

@@ -24,7 +24,9 @@ URL = Annotated[str, AfterValidator(_without_secrets)]
 class Config(BaseModel):
     """Unknown keys are errors; an attribute's docstring is its help, here and in Prefect's form."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     def digest(self) -> str:
         """sha256 (hex) of the settings as canonical JSON: equal settings, equal digest."""

@@ -51,7 +51,7 @@ def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dic
     if on_cpu:
         # A prompt is computed in one step: after a part of one, vLLM rewinds the request's random numbers by an offset that
         # a CPU's generator does not have, and fails.
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, config.max_model_len)}
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.engine

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Config
 
@@ -45,3 +45,11 @@ class RolloutConfig(Config):
     interrupted and resumed, all of their KV computed anew under the new weights."""
     engine: dict[str, Any] = {}
     """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; they win over the ones derived from this config."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RolloutConfig":
+        if self.max_model_len is not None and self.max_new_tokens >= self.max_model_len:
+            raise ValueError(
+                f"max_new_tokens ({self.max_new_tokens}) must be below max_model_len ({self.max_model_len}), or no prompt fits"
+            )
+        return self

@@ -125,6 +125,13 @@ def test_a_run_with_other_settings_is_refused_and_named(pipeline: Pipeline, undi
     assert "update.lr: the run has 0.001, this start asks for 0.5" in output
 
 
+def test_a_finished_run_started_again_tells_its_end_and_loads_nothing(pipeline: Pipeline, undisturbed: dict):
+    output = pipeline.train("undisturbed")
+    assert "run undisturbed is complete" in output
+    assert "engines:" not in output
+    assert pipeline.report("undisturbed")["seconds"] == undisturbed["seconds"]
+
+
 def test_more_steps_continue_a_finished_run_and_nothing_is_done_twice(pipeline: Pipeline, undisturbed: dict):
     before = committed(pipeline.folder, "undisturbed")
     output = pipeline.train("undisturbed", "steps=5")
@@ -140,6 +147,7 @@ def test_more_steps_continue_a_finished_run_and_nothing_is_done_twice(pipeline: 
         (["update.learning_rate=1"], "update.learning_rate: unknown setting"),
         # The dataset's own task finds this one, and must not try it again.
         (["dataset.source=files", "dataset.path=/no/such/problems.jsonl"], "/no/such/problems.jsonl"),
+        (["evaluation.split=test"], "no prompts in split 'test'; it has {'heldout': "),
         (["reward.weights.style=2"], "reward.weights: the environment's reward has no part 'style'"),
         (["resources.slots=nobody-made-it"], "no global concurrency limit 'nobody-made-it'"),
     ],

@@ -51,8 +51,22 @@ def test_an_unknown_name_lists_those_that_there_are():
 
 def test_an_import_missing_inside_an_environment_is_not_reported_as_a_wrong_name(tmp_path: Path):
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_installed\n")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_installed"):
+    with pytest.raises(BadInput, match="cannot be imported: ModuleNotFoundError.*a_package_that_is_not_installed"):
         load_environment(str(tmp_path / "broken.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def load_environment(:", "cannot be imported: SyntaxError"),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+        ("def load_environment(): return [][0]", r"load_environment\(\) failed: IndexError"),
+    ],
+)
+def test_what_an_environments_own_code_raises_is_bad_input_that_names_it(tmp_path: Path, code: str, message: str):
+    (tmp_path / "mine.py").write_text(code + "\n")
+    with pytest.raises(BadInput, match=rf"environment '{tmp_path}/mine.py': {message}"):
+        load_environment(str(tmp_path / "mine.py"))
 
 
 def test_a_path_without_an_environment_is_named(tmp_path: Path):
