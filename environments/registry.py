@@ -52,11 +52,9 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
 
 def _own_fault(name: str, what: str, error: BaseException) -> BadInput:
     """What the environment's own code raised, as the input's fault that it is: no retry mends it."""
-    return (
-        error
-        if isinstance(error, BadInput)
-        else BadInput(f"environment {name!r}: {what}: {type(error).__name__}: {error}")
-    )
+    if isinstance(error, BadInput):
+        return error
+    return BadInput(f"environment {name!r}: {what}: {type(error).__name__}: {error}")
 
 
 def is_path(name_or_path: str) -> bool:

@@ -316,7 +316,7 @@ class Artifact:
         if entry is None:
             raise BadInput(f"{self.ref.uri} has no file {name!r}; its files: {self.names}")
         try:
-            data = self.store.buffer(place(self.manifest.folder, entry))
+            data = self.store.buffer(self.manifest.place(name))
         except FileNotFoundError as error:
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:

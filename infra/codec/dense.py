@@ -1,6 +1,6 @@
 """Rows of words of which many changed: a token for every element, in order, under the table of its bucket's context.
 
-No element's place is coded, nothing is sorted, and decoding. A context is how often a bucket's elements
+No element's place is coded, and nothing is sorted. A context is how often a bucket's elements
 change, or how far, in half octaves; it is learnt from a sample of the row, and the row carries the contexts and tables that it uses.
 """
 
