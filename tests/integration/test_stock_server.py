@@ -26,7 +26,8 @@ class Server:
     """The process, and what it is asked."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str):
-        self.process, self.client = process, httpx.Client(base_url=url, timeout=120)
+        limits = httpx.Limits(max_keepalive_connections=0)  # the server ends a connection on which a request failed
+        self.process, self.client = process, httpx.Client(base_url=url, timeout=120, limits=limits)
 
     def post(self, path: str, **body: Any) -> Any:
         return self.client.post(path, json=body).raise_for_status().json()
