@@ -2,6 +2,14 @@
 
 from environments.environment import Environment, Message, Problem
 from environments.reference import environment_reference, load_reference
-from environments.registry import load_environment
+from environments.registry import load_environment, own_fault
 
-__all__ = ["Environment", "Message", "Problem", "environment_reference", "load_environment", "load_reference"]
+__all__ = [
+    "Environment",
+    "Message",
+    "Problem",
+    "environment_reference",
+    "load_environment",
+    "load_reference",
+    "own_fault",
+]

@@ -10,6 +10,7 @@ from flows import report
 from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.assets import record_asset
+from infra.config import URL, Name
 from infra.credentials import use_credentials
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
@@ -19,13 +20,15 @@ from infra.run import Run, Stage
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
+from tasks.reward.config import RewardConfig
+from tasks.reward.task import check_reward
 
 
 @flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
 def prepare(
     dataset: DatasetConfig,
-    store: str = "outputs/store",
-    name: str | None = None,
+    store: URL = "outputs/store",
+    name: Name | None = None,
     model: str | None = None,
     credentials: str | None = None,
 ) -> dict[str, Any]:
@@ -39,8 +42,10 @@ def prepare(
         credentials: Name of a Prefect Secret block with environment variables. Null: the environment as it is.
     """
     use_credentials(credentials)
-    folder = None if model is None else str(prepare_model(model, home() / "models"))
+    counted = model is not None and dataset.max_prompt_tokens is not None
+    folder = str(prepare_model(model, home() / "models")) if counted else None
     ref = dataset_of(Store.at(store).url, dataset, folder)
+    check_reward(RewardConfig(), ref, "train")
     announce(ref, name or short_name(dataset.environment), dataset.environment)
     return ref.model_dump()
 
@@ -114,4 +119,4 @@ def split_size(dataset: ArtifactRef, split: str) -> int:
 
 def short_name(environment: str) -> str:
     """An environment's name or path as a name for keys and events."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", environment.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", environment.rstrip("/").rpartition("/")[2])[:63]
