@@ -153,6 +153,7 @@ def _csv(stream: Any, name: str) -> Iterator[Row]:
 def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
     """Rows of a data set of the `datasets` library: a name, a folder of data files, or one made by `save_to_disk`."""
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     path = str(config.path)
     had_bars = datasets.are_progress_bars_disabled()
@@ -165,7 +166,7 @@ def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
             table = datasets.load_dataset(path, config.subset, split=split)
     except (FileNotFoundError, ValueError, KeyError) as error:  # the library's own errors derive from these
         raise BadInput(f"dataset.path {path!r}, split {split!r}: {error}") from error
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise _fault(path, f"a file of split {split!r}", cause) from error
     except Exception as error:

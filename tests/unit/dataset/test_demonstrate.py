@@ -31,8 +31,12 @@ def test_an_environment_without_solutions_is_refused():
 
 
 def test_a_solution_that_raises_is_the_environments_fault(tmp_path: Path):
-    code = (CHECKSUM / "__init__.py").read_text().replace(
-        "    def reward", "    def solution(self, problem):\n        raise KeyError('steps')\n\n    def reward"
+    code = (
+        (CHECKSUM / "__init__.py")
+        .read_text()
+        .replace(
+            "    def reward", "    def solution(self, problem):\n        raise KeyError('steps')\n\n    def reward"
+        )
     )
     (tmp_path / "unsolved.py").write_text(code)
     prompts = prepare(DatasetConfig(environment=str(tmp_path / "unsolved.py"))).train

@@ -99,17 +99,6 @@ def test_of_an_override_given_twice_the_last_counts():
     assert load_config("smollm2-cpu", ["steps=3", "steps=4"]).steps == 4
 
 
-def test_the_engines_own_arguments_are_known_without_importing_it():
-    from dataclasses import fields
-
-    from vllm.engine.arg_utils import EngineArgs
-
-    from tasks.rollout.config import OWNED, engine_argument_names
-
-    assert engine_argument_names() == {field.name for field in fields(EngineArgs)}
-    assert engine_argument_names() >= OWNED.keys()
-
-
 @pytest.mark.parametrize("kind", [EvaluateConfig, PublishConfig])
 @pytest.mark.parametrize("name", ["..", "", "x" * 300, "a/b"])
 def test_a_run_is_named_alike_wherever_it_is_named(kind, name: str):

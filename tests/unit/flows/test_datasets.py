@@ -20,7 +20,8 @@ from tests.unit.test_security import write_dataset
 
 def test_a_finished_run_started_with_another_dataset_is_told_so(file_store: Store, monkeypatch: pytest.MonkeyPatch):
     config = TrainConfig(run="done", store=file_store.url, steps=3)
-    ours, theirs = (write_dataset(file_store, name, "addition") for name in ("ours", "theirs"))
+    ours = write_dataset(file_store, "ours", "addition")
+    theirs = write_dataset(file_store, "theirs", 'addition {"high": 99}')
     run = Run(store=file_store.url, name="done")
     run.open(config.identity())
     run.pinned("dataset", lambda: ours)
