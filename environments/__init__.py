@@ -2,7 +2,7 @@
 
 from environments.environment import Environment, Message, Problem
 from environments.reference import environment_reference, load_reference, short_name
-from environments.registry import load_environment
+from environments.registry import load_environment, own_fault
 
 __all__ = [
     "Environment",
@@ -11,5 +11,6 @@ __all__ = [
     "environment_reference",
     "load_environment",
     "load_reference",
+    "own_fault",
     "short_name",
 ]

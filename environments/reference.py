@@ -18,7 +18,7 @@ def environment_reference(name_or_path: str, args: dict[str, Any]) -> str:
 
 def short_name(name_or_path: str) -> str:
     """An environment's name or path as a name for keys and events."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name_or_path.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name_or_path.rstrip("/").rpartition("/")[2])[:63]
 
 
 def load_reference(reference: str) -> Environment:

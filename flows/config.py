@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from yaml.composer import ComposerError
 
 from infra.adapters import LoraConfig, check_targets
-from infra.config import URL, Config
+from infra.config import URL, Config, Name
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantized_names
 from tasks.dataset.config import DatasetConfig
@@ -110,7 +111,7 @@ def check_gpus(name: str, gpus: float, processes: int, made_by: str) -> None:
 class TrainConfig(Config):
     """A training run."""
 
-    run: str | None = None
+    run: Name | None = None
     """The run's name. The same name resumes the run. Null: made from the flow run's name, so each start is a new run."""
     store: URL = "outputs/store"
     """Root of the artifact store: a folder or s3://bucket/prefix."""
@@ -173,6 +174,11 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt ({self.rollout.samples_per_prompt}) must be at least 2: reward.advantage "
+                f"{self.reward.advantage} compares the samples of a prompt with each other, and one alone teaches nothing"
+            )
         context = self.rollout.max_model_len
         if context is not None and self.sync.probe_length >= context:
             raise ValueError(
@@ -230,7 +236,7 @@ class TrainConfig(Config):
 class VersionConfig(Config):
     """A policy version of a run, and how it is evaluated."""
 
-    run: str
+    run: Name
     """The run's name."""
     store: URL = "outputs/store"
     """Root of the artifact store that has the run."""
@@ -256,16 +262,16 @@ class EvaluateConfig(VersionConfig):
 
     baseline: int | None = Field(0, ge=0)
     """The version to compare with, prompt by prompt. Null: none."""
-    baseline_run: str | None = None
+    baseline_run: Name | None = None
     """The run that has the baseline; it must have started from the same model. Null: the same run."""
 
 
 class PublishConfig(VersionConfig):
     """A policy version that becomes a Hugging Face folder and a version of a registered model."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     """The registered model in MLflow. Null: the name of the run's model."""
-    alias: str = Field("champion", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    alias: str = Field("champion", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,127}$")
     """The alias that a promoted version gets."""
     minimum_gain: float = Field(0.0, ge=-1, le=1)
     """A version is promoted if the lower end of the interval of its gain in accuracy over the alias's holder (if there is
@@ -282,6 +288,17 @@ class PublishConfig(VersionConfig):
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's booleans: `off`, `on`, `yes` and `no` are words, as settings use them."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """YAML asks for distinct keys; PyYAML takes the last one of a name."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ComposerError(problem=f"key {key.value!r} is given twice, on lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -305,9 +322,13 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except OSError as error:
+        raise BadInput(f"profile {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
         raise BadInput(f"profile {path}: not YAML: {' '.join(str(error).split())}") from None
+    if values is None:  # an empty file
+        values = {}
     if not isinstance(values, dict):
         raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
     return parse_config(TrainConfig, apply_overrides(values, overrides or []), source=os.fspath(path.name))
@@ -322,7 +343,7 @@ def parse_config[C: Config](kind: type[C], values: dict[str, Any], source: str) 
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """`values` with each `path.to.key=value` put in its place; values are YAML."""
+    """`values` with each `path.to.key=value` put in its place, the last of a path counts; values are YAML."""
     for override in overrides:
         _override(values, override)
     return values
@@ -340,7 +361,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         values = child
     try:
         values[last] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         reason = getattr(error, "problem", None) or "not YAML"
         raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
 

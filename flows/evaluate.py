@@ -22,7 +22,7 @@ from infra.run import Run
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
-from tasks.reward.task import score_rollouts
+from tasks.reward.task import check_reward, score_rollouts
 from tasks.rollout.task import generate_rollouts
 
 
@@ -95,6 +95,8 @@ def compare_versions(
             dataset_of(session.run.store, other_dataset, session.model),
             config.reward.model_copy(update={"weights": {}}),
         )
+    split_size(dataset, evaluation.split)
+    check_reward(reward or config.reward, dataset, evaluation.split)
     scored, policies, numbers = [], [], []
     for one in (version, baseline) if baseline else (version,):
         policies.append(policy_of(session, one))

@@ -11,6 +11,7 @@ from flows.failures import tell_failure
 from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.assets import record_asset
+from infra.config import URL, Name
 from infra.credentials import use_credentials
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
@@ -20,6 +21,8 @@ from infra.run import Run, Stage
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
+from tasks.reward.config import RewardConfig
+from tasks.reward.task import check_reward
 
 
 @flow(
@@ -28,8 +31,8 @@ from tasks.dataset.task import prepare_dataset
 )  # fmt: skip
 def prepare(
     dataset: DatasetConfig,
-    store: str = "outputs/store",
-    name: str | None = None,
+    store: URL = "outputs/store",
+    name: Name | None = None,
     model: str | None = None,
     credentials: str | None = None,
 ) -> dict[str, Any]:
@@ -43,8 +46,10 @@ def prepare(
         credentials: Name of a Prefect Secret block with environment variables. Null: the environment as it is.
     """
     use_credentials(credentials)
-    folder = None if model is None else str(prepare_model(model, home() / "models"))
+    counted = model is not None and dataset.max_prompt_tokens is not None
+    folder = str(prepare_model(model, home() / "models")) if counted else None
     ref = dataset_of(Store.at(store).url, dataset, folder)
+    check_reward(RewardConfig(), ref, "train")
     announce(ref, name or short_name(dataset.environment), dataset.environment)
     return ref.model_dump()
 

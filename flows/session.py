@@ -146,7 +146,7 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     model = prepare_model(config.model, home() / "models")
     config.check_model(model)
     run = Run(store=store, name=run_name)
-    digest = fingerprint(model)
+    digest, vocabulary = fingerprint(model), vocab_size(model)
     resumed = run.open(config.identity() | {"model_fingerprint": digest})
     progress = Progress()
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
@@ -155,7 +155,7 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     names = f"{run_name}/{visit}" if visit else run_name
     fits = (run.read_json("memory.json") or {}).get("microbatch_tokens", config.update.microbatch_tokens)
     microbatch = min(fits, config.update.microbatch_tokens)
-    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names, microbatch)
+    session = Session(config, run, str(model), digest, vocabulary, resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
         for engines in session.engines_at_once(training=visit is None):
