@@ -76,7 +76,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_valid(overrides: list[str],
         ),
         (["resources.rollout_gpus=1", "rollout.tensor_parallel_size=2"], r"resources\.rollout_gpus \(1\) must be 2: "),
         (
-            ["resources.rollout_gpus=2", "rollout.engine={pipeline_parallel_size: 2, tensor_parallel_size: 2}"],
+            ["resources.rollout_gpus=2", "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2"],
             r"resources\.rollout_gpus \(2\) must be 4: rollout\.\*_parallel_size makes 4",
         ),
         (["resources.rollout_memory_gib=0"], r"resources\.rollout_memory_gib: .*greater than 0 \(got 0\)"),
