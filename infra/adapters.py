@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can be started for; an adapter of another rank is served by the next one."""
-LORA_ARGUMENTS = {
-    "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules", "lora_dtype", "default_mm_loras",
-    "fully_sharded_loras", "enable_moe_shared_loras",
-}  # fmt: skip
-"""Arguments of vLLM's engine that follow from the adapter that is trained."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
 
 
