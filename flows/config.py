@@ -13,7 +13,7 @@ from yaml.composer import ComposerError
 from infra.adapters import LoraConfig, check_targets
 from infra.config import URL, Config, Name
 from infra.errors import BadInput
-from infra.mxfp8 import Mxfp8Config, quantized_names
+from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
@@ -190,6 +190,9 @@ class TrainConfig(Config):
                 "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true, or "
                 "resources.rollout_gpus and resources.update_gpus"
             )
+        emulated = self.precision == "mxfp8" and self.mxfp8.emulation and self.mxfp8.train
+        if emulated and self.update.parallel.sequence:
+            raise ValueError("mxfp8.emulation does not work with update.parallel.sequence: turn one of them off")
         if self.policy == "lora" and self.update.router_bias_rate:
             raise ValueError(
                 "update.router_bias_rate changes the base model's routers, which policy lora does not serve"
@@ -226,7 +229,13 @@ class TrainConfig(Config):
         if self.trained_lora is not None:
             check_targets(self.trained_lora, shapes)
         if self.used_mxfp8 is not None:
-            quantized_names(shapes, self.used_mxfp8)
+            names = quantized_names(shapes, self.used_mxfp8)
+            parallel, engine = self.update.parallel, self.rollout.tensor_parallel_size
+            if self.used_mxfp8.train:
+                sizes = (parallel.tensor, parallel.expert_tensor)
+                check_shards(names, shapes, "update.parallel.tensor", *sizes, outputs=True)
+            of_experts = 1 if self.rollout.engine.get("enable_expert_parallel") else engine
+            check_shards(names, shapes, "rollout.tensor_parallel_size", engine, of_experts, outputs=False)
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
+from infra.adapters import base_name
 from infra.capacity import require_room
 from infra.errors import BadInput
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
@@ -62,6 +63,7 @@ class Session:
             factory="tasks.update.resident:ResidentTrainer",
             settings={
                 "model": self.model,
+                "model_name": base_name(self.config.model),
                 "config": self.config.update.model_dump(mode="json") | {"microbatch_tokens": self.microbatch_tokens},
                 "seed": self.config.seed,
                 "store": self.run.store,

@@ -25,6 +25,7 @@ OWNED = {
     "max_lora_rank": "the setting lora.rank",
     "max_loras": "the engine, in which one adapter serves every request",
     "lora_target_modules": "the setting lora.targets",
+    "enable_moe_shared_loras": "the setting lora.experts",
     "enable_return_routed_experts": "rollout.routes",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
 } | {

@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from infra.adapters import LoraConfig, peft_config
+from infra.adapters import LoraConfig, base_name, peft_config
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
@@ -298,7 +298,7 @@ class Trainer:
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
         adapter = self.adapter
-        return None if adapter is None else peft_config(adapter.config, adapter.names, self.model.folder)
+        return None if adapter is None else peft_config(adapter.config, adapter.names, base_name(self.model.folder))
 
     def _forget_rounded(self) -> None:
         for weight in self._rounded:

@@ -366,5 +366,5 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
 
 
 def test_parallel_sizes_beyond_the_processes_are_refused(llama: Path):
-    with pytest.raises(BadInput, match="does not divide the 1 trainer process"):
+    with pytest.raises(BadInput, match="pipeline 1 x tensor 2 x data 1 are 2 processes, the trainer has 1"):
         make_trainer(llama, parallel={"tensor": 2})

@@ -178,6 +178,18 @@ def test_importing_a_flow_loads_no_engine():
     [
         (["precision=mxfp8"], r"engines without GPUs have no MXFP8 units; set mxfp8\.emulation to true"),
         (["precision=fp8"], r"precision: Input should be 'bf16' or 'mxfp8'"),
+        (
+            ["precision=mxfp8", "mxfp8.emulation=true", "update.parallel={tensor: 2, sequence: true}"],
+            r"mxfp8\.emulation does not work with update\.parallel\.sequence",
+        ),
+        (
+            ["policy=lora", "rollout.engine={max_lora_rank: 8}"],
+            r"rollout\.engine: max_lora_rank is decided by the setting lora\.rank",
+        ),
+        (
+            ["update.parallel.data=2", "resources={rollout_gpus: 1, update_gpus: 4}"],
+            r"resources\.update_gpus \(4\) must be 2: update\.parallel makes 2 process",
+        ),
         (["policy=lora", "lora.rank=1024"], r"lora\.rank: .*less than or equal to 512"),
         (["policy=lora", "lora.targets=[]"], r"lora\.targets: name at least one module"),
         (["policy=lora", "lora.experts=shared_outer"], r"needs Megatron's grouped experts, which need a GPU"),
@@ -201,6 +213,43 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_starts(tmp_path)
         load_config("smollm2-cpu", ["policy=lora", "lora.targets=[linear_fc1, linear_fc2]"]).check_model(tmp_path)
     with pytest.raises(BadInput, match=r"q_proj\.weight is \[64, 48\], and both dimensions must be divisible by 32"):
         load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true"]).check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            ["update.parallel={tensor: 4, expert: 4}"],
+            r"update\.parallel\.tensor 4: the 192 inputs of model\.layers\.0\.mlp\.down_proj\.weight make 4 shards of 48, "
+            r"and blocks are of 32; it can be split over 1, 2, 3, 6$",
+        ),
+        (["update.parallel={tensor: 3, expert: 3}"], None),
+        (["update.parallel.tensor=3"], r"the 64 inputs of .*experts\.0\.down_proj\.weight make 3 shards of 21\.3"),
+        (["update.parallel.tensor=2"], r"the 96 outputs of model\.layers\.0\.mlp\.up_proj\.weight make 2 shards of 48"),
+        (["update.parallel.tensor=2", "mxfp8.train=false"], None),
+        (["rollout.tensor_parallel_size=2"], None),  # outputs are not contracted in an engine
+        (
+            ["rollout.tensor_parallel_size=3"],
+            r"rollout\.tensor_parallel_size 3: the 64 inputs of .*experts\.0\.down_proj",
+        ),
+        (["rollout.tensor_parallel_size=3", "rollout.engine={enable_expert_parallel: true}"], None),
+    ],
+)
+def test_tensor_parallelism_that_cuts_mxfp8_s_blocks_is_refused(tmp_path, sizes: list[str], message: str | None):
+    import torch
+    from safetensors.torch import save_file
+
+    shapes = {
+        "up_proj": (96, 64), "down_proj": (64, 192), "experts.0.up_proj": (64, 64), "experts.0.down_proj": (64, 64),
+    }  # fmt: skip
+    tensors = {f"model.layers.0.mlp.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true", *sizes])
+    if message is None:
+        config.check_model(tmp_path)
+        return
+    with pytest.raises(BadInput, match=message):
+        config.check_model(tmp_path)
 
 
 def test_the_probe_allows_what_a_precision_lets_trainer_and_engine_differ_by():
