@@ -74,6 +74,9 @@ class CorrectionConfig(Config):
     """Largest geometric mean of a response's k that counts."""
     sequence_veto: float = Field(1e-4, ge=0, le=1)
     """A response with a token of smaller k does not count."""
+    max_k3: float | None = Field(None, gt=0)
+    """The largest mean k3 (of k - 1 - log k, over a step's tokens) with which a step is taken: above it engine and trainer
+    do not hold one policy, and the run ends before it learns from that. null: no limit."""
 
 
 class UpdateConfig(Config):

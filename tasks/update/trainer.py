@@ -17,7 +17,7 @@ from infra.tensors import checkpoint_shapes
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
-from tasks.update.corrections import kept_sequences
+from tasks.update.corrections import check_mismatch, kept_sequences
 from tasks.update.forward import PolicyForward
 from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
@@ -144,6 +144,7 @@ class Trainer:
             loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
             if not (np.isfinite(loss) and np.isfinite(grad_norm)):
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
+            check_mismatch(sums.k3 / max(sums.tokens, 1), self.config.correction)
             if apply:
                 self.optimizer.step(lr, grad_norm)
                 self._forget_rounded()
