@@ -23,7 +23,7 @@ SEGMENT = 1 << 21
 """Words of a segment."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
-FORMAT, _STORED = 4, 2
+FORMAT, _STORED = 5, 2
 """Kinds of frame: coded, by this version of the code; stored."""
 _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
@@ -313,12 +313,13 @@ def _distribute(segment: _Segment, changes: Changes, found: list[list[Changes]])
     if len(segment.parts) == 1:
         found[segment.parts[0][0]].append(changes)
         return
-    offset = 0
-    for index, begin, end in segment.parts:
-        low, high = np.searchsorted(changes.positions, [offset, offset + end - begin])
+    ends = np.cumsum([0] + [end - begin for _, begin, end in segment.parts])
+    places = np.searchsorted(changes.positions, ends)
+    for (index, begin, _), offset, low, high in zip(segment.parts, ends, places, places[1:], strict=False):
         if high > low:
-            found[index].append(Changes(changes.positions[low:high] + (begin - offset), changes.values[low:high]))
-        offset += end - begin
+            positions = changes.positions[low:high]
+            positions += begin - offset
+            found[index].append(Changes(positions, changes.values[low:high]))
 
 
 def _join(parts: list[Changes], layout: Layout) -> Changes:
