@@ -15,7 +15,7 @@ from numba import njit
 from infra.codec import rans, scan
 from infra.codec.layout import Layout
 
-_HEADER = "<III"  # bytes of the packed head, and of the packed far steps; changes
+_HEADER = "<IIII"  # changes; far steps; bytes of the packed head, and of the far steps' packed high bytes
 _FAR = 15
 """The token of steps from here on: the highest that half a byte holds."""
 _GROUPS = 4
@@ -23,10 +23,10 @@ _HALF = 1 << 13
 """Elements of half a block."""
 _BITS = 10
 """Of probabilities: the tables of all contexts fit into a processor's nearest caches."""
-_STRIDE, _SAMPLED = 4096, 64
+_STRIDE, _SAMPLED = 4096, 32
 """Of every so many elements, so many are looked at to find the groups."""
 _ZSTD = -1
-"""Level for the tables, which are small, and for far steps, of whose lower bytes little is to be had."""
+"""Level for the tables and the high bytes of far steps: little, or mostly 0. Of their low bytes nothing is to be had."""
 _NIBBLES, _DIGITS = np.uint64(0x1111111111111111), np.uint64(0x0123456789ABCDEF)
 _INDEX, _GATHER, _TOP = np.uint32, np.uint64(0x0102040810204080), np.uint64(56)  # eight bytes of 0 or 1 to their bits
 _NUMBERS = np.array([bits.bit_count() for bits in range(256)])
@@ -35,8 +35,8 @@ _PLACES = np.array([sorted(range(8), key=lambda k: not bits >> k & 1) for bits i
 """Which bits are, and then the others."""
 
 
-def encode(old: np.ndarray, new: np.ndarray, layout: Layout, changed: int) -> bytes:
-    """What makes `new` of `old`, words [n > 0] of which `changed` differ. May be bigger than `new`."""
+def encode(old: np.ndarray, new: np.ndarray, layout: Layout) -> bytes:
+    """What makes `new` of `old`, words [n > 0]. May be bigger than `new`."""
     seen = np.zeros((scan.BUCKETS, _FAR + 1), np.int64)
     _sample(old, new, layout.sign, layout.shift, layout.mask, (1 << 8 * layout.word) - 1, seen)
     cuts = np.full(_GROUPS - 1, scan.BUCKETS - 1, np.uint8)
@@ -44,35 +44,43 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout, changed: int) -> by
     sign, exponent, edges = _masks(layout, cuts)
     size = (len(old) + 1) // 2
     symbols, contexts = np.zeros((size + 7) // 8 * 8, np.uint8), np.empty(size, np.uint8)
-    counts = np.zeros((_GROUPS**2, 256), np.uint32)
+    counts = np.zeros((2, _GROUPS**2, 256), np.uint32)
     _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts.reshape(-1))
+    counts = counts.sum(0)
     pairs = counts.sum(0).reshape(_FAR + 1, _FAR + 1)
+    changed = 2 * size - pairs[0].sum() - pairs[:, 0].sum()  # an odd row's last symbol has a 0 for what is not there
     far = np.empty(pairs[_FAR].sum() + pairs[:, _FAR].sum(), layout.dtype)
     _take_far(old, new, sign, symbols.view(np.uint64), far)
     counts[:, 0] += counts.sum(1) == 0  # every context has a table
     tables = np.array([rans.table(row, _BITS) for row in counts])
     stream = rans.encode(symbols[:size], tables, contexts, _BITS)
     compressor = zstandard.ZstdCompressor(level=_ZSTD)
-    head = compressor.compress(cuts.tobytes() + _planes(tables))
-    steps = compressor.compress(_planes(far))
-    return b"".join([struct.pack(_HEADER, len(head), len(steps), changed), head, steps, stream])
+    low, high = _planes(tables)
+    head = compressor.compress(cuts.tobytes() + low + high)
+    low, *high = _planes(far)
+    high = compressor.compress(b"".join(high))
+    sizes = struct.pack(_HEADER, changed, len(far), len(head), len(high))
+    return b"".join([sizes, head, low, high, stream])
 
 
 def decode(view: memoryview, old: np.ndarray, layout: Layout, first: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions int64 (from `first` on) and new words of all changes. ValueError when they do not fit `old`."""
-    packed, steps, changed = struct.unpack_from(_HEADER, view)
+    changed, number, packed, packed_high = struct.unpack_from(_HEADER, view)
     at, decompressor = struct.calcsize(_HEADER), zstandard.ZstdDecompressor()
     head = decompressor.decompress(view[at : at + packed])
     at += packed
-    far = _from_planes(decompressor.decompress(view[at : at + steps]), layout.dtype)
+    low = bytes(view[at : at + number])
+    at += number
+    far = _from_planes(low + decompressor.decompress(view[at : at + packed_high]), layout.dtype)
+    at += packed_high
     tables = _from_planes(head[_GROUPS - 1 :], np.dtype(np.uint16)).reshape(_GROUPS**2, 256)
     if changed > len(old):
         raise ValueError("a row has more changes than words")
     sign, exponent, edges = _masks(layout, np.frombuffer(head, np.uint8, _GROUPS - 1))
     contexts = np.empty((len(old) + 1) // 2, np.uint8)
     _find_contexts(old, exponent, edges, contexts)
-    symbols = np.zeros((len(contexts) + 7) // 8 * 8, np.uint8)
-    symbols[: len(contexts)] = rans.decode(view[at + steps :], tables, len(contexts), contexts, _BITS)
+    symbols = rans.decode(view[at:], tables, len(contexts), contexts, _BITS)
+    symbols.resize((len(contexts) + 7) // 8 * 8, refcheck=False)
     room = changed + 8  # eight are written at once
     positions, values = np.empty(room, np.int64), np.empty(room, layout.dtype)
     if not _restore(old, symbols, symbols.view(np.uint64), far, sign, first, _PLACES, _NUMBERS, positions, values):
@@ -80,9 +88,9 @@ def decode(view: memoryview, old: np.ndarray, layout: Layout, first: int) -> tup
     return positions[:changed], values[:changed]
 
 
-def _planes(values: np.ndarray) -> bytes:
-    """The values' bytes, all lowest ones first: high ones are mostly 0."""
-    return np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
+def _planes(values: np.ndarray) -> list[bytes]:
+    """All the values' lowest bytes, and so on."""
+    return [(values >> values.dtype.type(8 * k)).astype(np.uint8).tobytes() for k in range(values.itemsize)]
 
 
 def _from_planes(planes: bytes, dtype: np.dtype) -> np.ndarray:
@@ -197,14 +205,15 @@ def _contexts_block(old, exponent, edges, contexts):
 
 @njit(cache=True, nogil=True)
 def _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts):
-    """counts: uint32 [contexts * 256], added to."""
+    """counts: uint32 [2 * contexts * 256], added to: two sets in turn, so that what recurs need not wait for itself."""
     for at in range(0, len(contexts), _HALF):
         end = min(at + _HALF, len(contexts))
         words = slice(2 * at, min(2 * end, len(old)))
         _tokenise_block(old[words], new[words], sign, symbols[at:end])
         _contexts_block(old[words], exponent, edges, contexts[at:end])
         for i in range(at, end):
-            counts[np.uint32(contexts[i]) << np.uint32(8) | np.uint32(symbols[i])] += 1
+            place = np.uint32(contexts[i]) << np.uint32(8) | np.uint32(symbols[i])
+            counts[np.uint32(i & 1) * np.uint32(_GROUPS**2 << 8) + place] += 1
 
 
 @njit(cache=True, nogil=True)
