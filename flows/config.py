@@ -70,21 +70,41 @@ class TimeoutConfig(Config):
 
 
 class ResourceConfig(Config):
-    """What the engines' processes get."""
+    """What the engines' processes get. Ray reserves it on the cluster's nodes (RAY_ADDRESS) or on this machine; what can
+    never be had there is refused before anything starts."""
 
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs of the rollout engine."""
+    """GPUs of the rollout engine: rollout.tensor_parallel_size x rollout.pipeline_parallel_size, or a share of one; 0: none
+    are reserved."""
     update_gpus: float = Field(0, ge=0)
-    """GPUs of the trainer."""
+    """GPUs of the trainer: as many as update.parallel makes processes, or a share of one; 0: none are reserved."""
+    rollout_memory_gib: float | None = Field(None, gt=0)
+    """Memory that is reserved for the rollout engine, in GiB; no limit. Null: none."""
+    update_memory_gib: float | None = Field(None, gt=0)
+    """Memory that is reserved for the trainer with all its processes, in GiB; no limit. Null: none."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an engine; null: all cores. Engines take turns, so each may use them all."""
     slots: str | None = None
     """Name of the Prefect global concurrency limit whose slots the run holds while its engines live: one a GPU, one
     in all where there is none. The limit must exist (`prefect gcl create NAME --limit N`). Null: none."""
 
-    def slots_needed(self) -> int:
-        """Slots that all engines together occupy."""
-        return max(1, math.ceil(self.rollout_gpus + self.update_gpus))
+    def gpus(self, at_once: bool) -> float:
+        """GPUs in use at a time: of both engines `at_once` (training), or of one after the other (evaluate, publish)."""
+        both = (self.rollout_gpus, self.update_gpus)
+        return sum(both) if at_once else max(both)
+
+    def slots_needed(self, at_once: bool) -> int:
+        """Slots of the limit: one a GPU, and one where there is none."""
+        return max(1, math.ceil(self.gpus(at_once)))
+
+
+def check_gpus(name: str, gpus: float, processes: int, made_by: str) -> None:
+    """Raises ValueError unless an engine of so many processes, one a GPU, can use the GPUs; 0 reserves none."""
+    if gpus and gpus != processes and not (processes == 1 and gpus < 1):
+        share = ", or a share of one GPU" if processes == 1 else ""
+        raise ValueError(
+            f"resources.{name} ({gpus:g}) must be {processes}{share}: {made_by} makes {processes} process(es), one a GPU"
+        )
 
 
 class TrainConfig(Config):
@@ -176,6 +196,8 @@ class TrainConfig(Config):
             )
         if self.update.replay == "rollout" and self.rollout.routes == "off":
             raise ValueError("update.replay is rollout, but rollout.routes is off; set it to auto")
+        check_gpus("rollout_gpus", self.resources.rollout_gpus, self.rollout.workers, "rollout.*_parallel_size")
+        check_gpus("update_gpus", self.resources.update_gpus, self.update.parallel.processes, "update.parallel")
         return self
 
     @property

@@ -1,12 +1,13 @@
 """The prepare flow: a source of problems becomes a dataset artifact, and whoever waits for it is told."""
 
-import re
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+from environments import environment_reference, short_name
 from flows import report
+from flows.failures import tell_failure
 from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.assets import record_asset
@@ -21,7 +22,10 @@ from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
 
 
-@flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
+@flow(
+    name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False,
+    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
+)  # fmt: skip
 def prepare(
     dataset: DatasetConfig,
     store: str = "outputs/store",
@@ -91,7 +95,6 @@ def check_dataset(dataset: ArtifactRef, environment: str) -> None:
     A prompt's row says which environment scores it, and environments are code: rows of another environment than the one
     that the settings name are refused.
     """
-    from environments import environment_reference
     from infra.records import PROMPT, validate
 
     if dataset.kind != "dataset":
@@ -110,8 +113,3 @@ def split_size(dataset: ArtifactRef, split: str) -> int:
     if not counts.get(split):
         raise BadInput(f"dataset {dataset.uri}: no prompts in split {split!r}; it has {counts}")
     return counts[split]
-
-
-def short_name(environment: str) -> str:
-    """An environment's name or path as a name for keys and events."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", environment.rstrip("/").rpartition("/")[2])

@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
+from infra.capacity import require_room
 from infra.errors import BadInput
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
@@ -70,6 +71,7 @@ class Session:
             follow="tasks.update.resident:follow",
             environment=self._environment(),
             gpus=self.config.resources.update_gpus,
+            memory_gib=self.config.resources.update_memory_gib,
         )
 
     def ack_stage(self, head: Head) -> Stage:
@@ -85,6 +87,14 @@ class Session:
             pids = [Engine(spec).load(self.config.timeouts.load_s) for spec in self.started]
         self.progress.line("engines: vLLM in process {}, Megatron in process {}".format(*pids))
 
+    def start_alone(self, spec: EngineSpec) -> None:
+        """Make room for an engine that the next call loads: in a visit, two need not fit at once."""
+        for other in [one for one in self.started if one != spec]:
+            self.stop(other)
+        if spec not in self.started:
+            require_room([spec])
+            self.started.append(spec)
+
     def stop(self, spec: EngineSpec) -> None:
         """End an engine that is not needed any more."""
         Engine(spec).stop()
@@ -95,6 +105,13 @@ class Session:
         for spec in list(self.started):
             self.stop(spec)
 
+    def engines_at_once(self, training: bool) -> list[list[EngineSpec]]:
+        """Which engines run at the same time, in each part of a training run, or of a visit."""
+        if not training:
+            return [[self.rollout_engine]]
+        verified = [[self.rollout_engine, self.fresh_engine]] if self.config.sync.verify_fresh else []
+        return [[self.rollout_engine, self.trainer], *verified]
+
     def _engine(self, name: str) -> EngineSpec:
         return EngineSpec(
             name=f"{self.engines}/{name}",
@@ -103,6 +120,7 @@ class Session:
             follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
+            memory_gib=self.config.resources.rollout_memory_gib,
         )
 
     def _policy(self) -> dict[str, Any]:
@@ -120,9 +138,9 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     """Check the input, claim or resume the run; afterwards free every process that was started. Ray and the engines start
     with the first call.
 
-    With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, and
-    the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with the model, the store or the run's
-    name, before anything starts.
+    With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, they
+    are loaded one after the other, and the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with
+    the model, the store, the resources or the run's name, before anything starts.
     """
     store = Store.at(config.store).url
     model = prepare_model(config.model, home() / "models")
@@ -140,7 +158,9 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
-        with held_slots(config.resources.slots, config.resources.slots_needed()):
+        for engines in session.engines_at_once(training=visit is None):
+            require_room(engines)
+        with held_slots(config.resources.slots, config.resources.slots_needed(at_once=visit is None)):
             try:
                 yield session
             finally:

@@ -54,8 +54,7 @@ def policy_of(session: Session, version: Version) -> ArtifactRef:
     """The version's tensors. Where they are gone, the trainer makes them again, with the same digest."""
     if version.policy is not None:
         return version.policy
-    if session.trainer not in session.started:
-        session.started.append(session.trainer)
+    session.start_alone(session.trainer)
     with session.progress.waiting(f"making version {version.number} of {version.run.name} again"):
         return publish_policy(
             version.run.stage("policy", version.number, [version.update]), session.trainer, session.config.sync,

@@ -25,8 +25,8 @@ _WORKERS, _WAITING = 2, 4
 
 
 def frame_bytes(model_bytes: int) -> int:
-    """Bytes of weights in a frame: a 16th of the model, so that what is held does not grow with the model's share."""
-    return min(FRAME_BYTES, max(model_bytes // 16, 2**20))
+    """Bytes of weights in a frame: a 24th of the model, so that what is held does not grow with the model's share."""
+    return min(FRAME_BYTES, max(model_bytes // 24, 2**20))
 
 
 @dataclass

@@ -86,7 +86,7 @@ def write_delta(
     """Write what changed since the version that `parent` holds; `parent` becomes the new version.
 
     The tensors must have the parent's names, dtypes and shapes, else BadInput. `anchor`: write them whole, too. Beside
-    the mirror (a file), seven groups are held, each of a 16th of the model but of 64 MiB at most, and the largest
+    the mirror (a file), seven groups are held, each of a 24th of the model but of 64 MiB at most, and the largest
     tensor.
     """
     from infra.deltas import DeltaFiles, frame_bytes

@@ -1,5 +1,6 @@
 """Settings of rollout generation."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -45,6 +46,12 @@ class RolloutConfig(Config):
     interrupted and resumed, all of their KV computed anew under the new weights."""
     engine: dict[str, Any] = {}
     """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; they win over the ones derived from this config."""
+
+    @property
+    def workers(self) -> int:
+        """Processes of vLLM that hold a part of the model, one a device."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        return math.prod(self.engine.get(name, getattr(self, name)) for name in sizes)
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutConfig":

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-PROMPTS, SAMPLES = 8, 4
+PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 16
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "truncate": {"tokens": "truncate", "high": 2.0},
     "mask": {"tokens": "mask", "low": 0.5, "high": 2.0, "sequences": "mask"},
@@ -40,7 +40,7 @@ def measure(settings: dict[str, Any]) -> dict[str, float]:
     mxfp8 = None if settings["mxfp8"] is None else Mxfp8Config.model_validate(settings["mxfp8"])
     config = UpdateConfig(precision="bfloat16", lr=1e-15)
     trainer = Trainer(settings["model"], config, seed=0, mxfp8=mxfp8)
-    rollout = RolloutConfig(max_model_len=256, max_new_tokens=24, dtype="bfloat16", kv_cache_gib=0.25)
+    rollout = RolloutConfig(max_model_len=256, max_new_tokens=NEW_TOKENS, dtype="bfloat16", kv_cache_gib=0.25)
     engine = RolloutEngine(settings["model"], rollout, mxfp8=mxfp8)
     engine.apply(trainer.export(), "policy")
     table = scored(engine, SAMPLES)

@@ -51,6 +51,38 @@ def test_a_wrong_setting_is_named_with_what_would_be_valid(overrides: list[str],
         load_config("smollm2-cpu", overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["resources.update_gpus=2"],
+            r"resources\.update_gpus \(2\) must be 1, or a share of one GPU: update\.parallel makes 1 process\(es\)",
+        ),
+        (
+            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, expert: 4}"],
+            r"resources\.update_gpus \(4\) must be 16: update\.parallel makes 16",
+        ),
+        (["resources.rollout_gpus=1", "rollout.tensor_parallel_size=2"], r"resources\.rollout_gpus \(1\) must be 2: "),
+        (
+            ["resources.rollout_gpus=2", "rollout.engine={pipeline_parallel_size: 2, tensor_parallel_size: 2}"],
+            r"resources\.rollout_gpus \(2\) must be 4: rollout\.\*_parallel_size makes 4",
+        ),
+        (["resources.rollout_memory_gib=0"], r"resources\.rollout_memory_gib: .*greater than 0 \(got 0\)"),
+    ],
+)
+def test_gpus_are_as_many_as_the_engines_processes(overrides: list[str], message: str):
+    with pytest.raises(BadInput, match=message):
+        load_config("smollm2-cpu", overrides)
+
+
+def test_no_gpus_or_a_share_of_one_are_enough_for_an_engine():
+    load_config("smollm2-cpu", ["update.parallel.tensor=2", "rollout.tensor_parallel_size=2"])
+    resources = load_config("smollm2-cpu", ["resources={rollout_gpus: 0.5, update_gpus: 0.4}"]).resources
+    assert (resources.slots_needed(at_once=True), resources.gpus(at_once=False)) == (1, 0.5)
+    both = load_config("beam-lora").resources
+    assert (both.slots_needed(at_once=True), both.slots_needed(at_once=False)) == (8, 4)
+
+
 def test_an_unknown_profile_names_the_known_ones():
     with pytest.raises(BadInput, match="neither a YAML file nor one of: .*smollm2-cpu"):
         load_config("smollm3")
