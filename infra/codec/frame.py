@@ -19,8 +19,9 @@ from infra.codec.layout import Layout, frozen
 from infra.errors import Corrupted
 from infra.store import Buffer
 
-SEGMENT = 1 << 20
-"""Words of a segment: what is allocated for one stays with the process, and is not had anew from the system."""
+SEGMENT, SHARED = 1 << 21, 1 << 20
+"""Words of a segment, of one tensor and of several: these are copied together, into memory small enough that it stays with
+the process and is not had anew from the system each time, which takes as long as coding it."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
 FORMAT, _STORED = 5, 2
@@ -29,8 +30,6 @@ _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
 _MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
-_LOOKS = 1 << 14
-"""Words, at least, of which it is seen how many changed."""
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
@@ -58,13 +57,13 @@ class _Segment:
 def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
     """Small tensors share a segment, big ones are cut."""
     parts: list[tuple[int, int, int]] = []
-    room = SEGMENT
+    room = SHARED
     for index, size in enumerate(sizes):
         begin = 0
         if size >= _ALONE:
             if parts:
                 yield _Segment(parts)
-                parts, room = [], SEGMENT
+                parts, room = [], SHARED
             yield from (_Segment([(index, at, min(size, at + SEGMENT))]) for at in range(0, size, SEGMENT))
             continue
         while begin < size:
@@ -74,7 +73,7 @@ def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
             begin = end
             if room == 0:
                 yield _Segment(parts)
-                parts, room = [], SEGMENT
+                parts, room = [], SHARED
     if parts:
         yield _Segment(parts)
 
@@ -143,21 +142,20 @@ class _Encoder:
         self.streams: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)  # (class, 0 gaps or 1 steps)
 
     def add(self, old: np.ndarray, new: np.ndarray) -> None:
-        kind, rows, some = _EVENTS, 0, slice(None, None, max(1, len(old) // _LOOKS))
-        if np.mean(old[some] != new[some]) > _MUCH:
+        changed, kind, rows = int(np.count_nonzero(old != new)), _EVENTS, 0
+        if changed > _MUCH * len(old):
             kind, body = _TOKENS, dense.encode(old, new, self.layout)
             if len(body) > new.nbytes:
                 kind, body = _RAW, new.tobytes()
         else:
-            rows, body = self._add_events(old, new)
+            rows, body = self._add_events(old, new, changed)
         self.kinds.append(kind)
         self.rows.append(rows)
         self.bodies.append(body)
 
-    def _add_events(self, old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
+    def _add_events(self, old: np.ndarray, new: np.ndarray, changed: int) -> tuple[int, bytes]:
         """Buckets with changes, and raw bits."""
-        layout, changed = self.layout, int(np.count_nonzero(old != new))
-        room = changed + 1
+        layout, room = self.layout, changed + 1
         buckets, gaps, steps = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, np.uint32)
         sorted_gaps, sorted_steps = np.empty(changed, np.uint32), np.empty(changed, np.uint32)
         sizes, starts, classes = np.empty(256, np.int64), np.empty(257, np.int64), np.zeros(256, np.uint8)

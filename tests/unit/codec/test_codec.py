@@ -114,7 +114,8 @@ def test_what_is_random_costs_no_more_than_itself() -> None:
 
 
 def test_tensors_bigger_than_a_segment_and_many_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "SEGMENT", 100)
+    for name, size in (("SEGMENT", 100), ("SHARED", 70), ("_ALONE", 90)):
+        monkeypatch.setattr(frame, name, size)
     generator = torch.Generator().manual_seed(0)
     old = [torch.randn(size, generator=generator).bfloat16() for size in (250, 1, 0, 30, 30, 30, 400, 99, 100, 101)]
     coded(old, [adamw(tensor, 1e-2, 1) for tensor in old])
