@@ -1,7 +1,9 @@
-"""Rows of words of which many changed: a token for every element, in order, under the table of its bucket's context.
+"""Rows of words of which many changed: a token for every element, in order, and two elements in one symbol.
 
-No element's place is coded, and nothing is sorted. A context is how often a bucket's elements
-change, or how far, in half octaves; it is learnt from a sample of the row, and the row carries the contexts and tables that it uses.
+A token is the folded step, or says that the step is far, and stored apart. Nothing is sorted, and no place is coded. What
+is known of an element is its group: parents' exponents cut into a few ranges, by what a sample of the row shows. A
+symbol's table is that of its two elements' groups. Its elements are half a block apart, so that loops go straight
+through memory and the compiler makes vectors of them; blocks stay in a processor's cache.
 """
 
 import struct
@@ -10,155 +12,304 @@ import numpy as np
 import zstandard
 from numba import njit
 
-from infra.codec import rans, scan, tokens
+from infra.codec import rans, scan
 from infra.codec.layout import Layout
 
-_HEADER = "<IIIH"  # bytes of the packed tables; words of raw bits; changes; contexts
-_RARE = 16
-"""Contexts below are of buckets in which few change, by how many; from there on by how far, too."""
-_CONTEXTS = _RARE + 68
-_BLOCK, _SAMPLED = 1024, 32
-"""Of every block of elements, so many are looked at to find the contexts."""
-_FAR = 1 << tokens.STEP_EXACT
-"""The first token with raw bits."""
+_HEADER = "<IIII"  # changes; far steps; bytes of the packed head, and of the far steps' packed high bytes
+_FAR = 15
+"""The token of steps from here on: the highest that half a byte holds."""
+_GROUPS = 4
+_HALF = 1 << 13
+"""Elements of half a block."""
+_BITS = 10
+"""Of probabilities: the tables of all contexts fit into a processor's nearest caches."""
+_STRIDE, _SAMPLED = 4096, 32
+"""Of every so many elements, so many are looked at to find the groups."""
+_ZSTD = -1
+"""Level for the tables and the high bytes of far steps: little, or mostly 0. Of their low bytes nothing is to be had."""
+_NIBBLES, _DIGITS = np.uint64(0x1111111111111111), np.uint64(0x0123456789ABCDEF)
+_INDEX, _GATHER, _TOP = np.uint32, np.uint64(0x0102040810204080), np.uint64(56)  # eight bytes of 0 or 1 to their bits
+_NUMBERS = np.array([bits.bit_count() for bits in range(256)])
+"""How many bits are set, of eight."""
+_PLACES = np.array([sorted(range(8), key=lambda k: not bits >> k & 1) for bits in range(256)], np.uint8)
+"""Which bits are, and then the others."""
 
 
-def encode(old: np.ndarray, new: np.ndarray, layout: Layout, changed: int) -> bytes:
-    """What makes `new` of `old`, words [n > 0] of which `changed` differ. May be bigger than `new`."""
-    full = (1 << 8 * layout.word) - 1
-    contexts_of, contexts, coded = np.zeros(256, np.uint8), np.empty(len(old), np.uint8), np.empty(len(old), np.uint8)
-    _choose_contexts(old, new, layout.sign, layout.shift, layout.mask, full, contexts_of)
-    _look_up(old, layout.shift, layout.mask, contexts_of, contexts)
-    _fold(old, new, layout.sign, full, coded)
-    far = np.flatnonzero(coded == _FAR)
-    bits = np.empty(len(far) + 1, np.uint32)
-    used_bits = _put_far(old, new, layout.sign, full, far, coded, bits)
-    counts = np.zeros((_CONTEXTS, 256), np.uint32)
-    _count(coded, contexts, counts)
-    tables = np.zeros((_CONTEXTS, 256), np.uint16)
-    used = np.flatnonzero(counts.any(1))
-    for context in used:
-        tables[context] = rans.table(counts[context])
-    stream = rans.encode(coded, tables, contexts)
-    renamed = np.zeros(_CONTEXTS, np.uint8)
-    renamed[used] = np.arange(len(used))
-    head = renamed[contexts_of].tobytes() + np.ascontiguousarray(tables[used].view(np.uint8).reshape(-1, 2).T).tobytes()
-    packed = zstandard.ZstdCompressor(level=9).compress(head)
-    sizes = struct.pack(_HEADER, len(packed), used_bits, changed, len(used))
-    return b"".join([sizes, packed, bits[:used_bits].tobytes(), stream])
+def encode(old: np.ndarray, new: np.ndarray, layout: Layout) -> bytes:
+    """What makes `new` of `old`, words [n > 0]. May be bigger than `new`."""
+    seen = np.zeros((scan.BUCKETS, _FAR + 1), np.int64)
+    _sample(old, new, layout.sign, layout.shift, layout.mask, (1 << 8 * layout.word) - 1, seen)
+    cuts = np.full(_GROUPS - 1, scan.BUCKETS - 1, np.uint8)
+    _cut(seen, cuts)
+    sign, exponent, edges = _masks(layout, cuts)
+    size = (len(old) + 1) // 2
+    symbols, contexts = np.zeros((size + 7) // 8 * 8, np.uint8), np.empty(size, np.uint8)
+    counts = np.zeros((2, _GROUPS**2, 256), np.uint32)
+    _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts.reshape(-1))
+    counts = counts.sum(0)
+    pairs = counts.sum(0).reshape(_FAR + 1, _FAR + 1)
+    changed = 2 * size - pairs[0].sum() - pairs[:, 0].sum()  # an odd row's last symbol has a 0 for what is not there
+    far = np.empty(pairs[_FAR].sum() + pairs[:, _FAR].sum(), layout.dtype)
+    _take_far(old, new, sign, symbols.view(np.uint64), far)
+    counts[:, 0] += counts.sum(1) == 0  # every context has a table
+    tables = np.array([rans.table(row, _BITS) for row in counts])
+    stream = rans.encode(symbols[:size], tables, contexts, _BITS)
+    compressor = zstandard.ZstdCompressor(level=_ZSTD)
+    low, high = _planes(tables)
+    head = compressor.compress(cuts.tobytes() + low + high)
+    low, *high = _planes(far)
+    high = compressor.compress(b"".join(high))
+    sizes = struct.pack(_HEADER, changed, len(far), len(head), len(high))
+    return b"".join([sizes, head, low, high, stream])
 
 
 def decode(view: memoryview, old: np.ndarray, layout: Layout, first: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions int64 (from `first` on) and new words of all changes. ValueError when they do not fit `old`."""
-    packed, used_bits, changed, contexts = struct.unpack_from(_HEADER, view)
-    at = struct.calcsize(_HEADER)
-    head = np.frombuffer(zstandard.ZstdDecompressor().decompress(view[at : at + packed]), np.uint8)
+    changed, number, packed, packed_high = struct.unpack_from(_HEADER, view)
+    at, decompressor = struct.calcsize(_HEADER), zstandard.ZstdDecompressor()
+    head = decompressor.decompress(view[at : at + packed])
     at += packed
-    bits = np.frombuffer(bytes(view[at : at + 4 * used_bits]), np.uint32)
-    tables = np.ascontiguousarray(head[256:].reshape(2, -1).T).view(np.uint16).reshape(contexts, 256)
-    if not contexts or head[:256].max() >= contexts or changed > len(old):
-        raise ValueError("a row's tables are damaged")
-    full, contexts_at = (1 << 8 * layout.word) - 1, np.empty(len(old), np.uint8)
-    _look_up(old, layout.shift, layout.mask, head[:256], contexts_at)
-    coded = rans.decode(view[at + 4 * used_bits :], tables, len(old), contexts_at)
-    new = np.empty(len(old), layout.dtype)
-    _unfold(old, coded, layout.sign, full, new)
-    far = np.flatnonzero(coded >= _FAR)
-    if _get_far(old, layout.sign, full, far, coded, bits, new) != len(bits):
-        raise ValueError("a row's raw bits do not fit its tokens")
-    positions, values = np.empty(changed + 1, np.int64), np.empty(changed + 1, layout.dtype)  # one that is overwritten
-    if _keep_changed(coded, new, first, positions, values) != changed:
-        raise ValueError("a row has another number of changes than it says")
+    low = bytes(view[at : at + number])
+    at += number
+    far = _from_planes(low + decompressor.decompress(view[at : at + packed_high]), layout.dtype)
+    at += packed_high
+    tables = _from_planes(head[_GROUPS - 1 :], np.dtype(np.uint16)).reshape(_GROUPS**2, 256)
+    if changed > len(old):
+        raise ValueError("a row has more changes than words")
+    sign, exponent, edges = _masks(layout, np.frombuffer(head, np.uint8, _GROUPS - 1))
+    contexts = np.empty((len(old) + 1) // 2, np.uint8)
+    _find_contexts(old, exponent, edges, contexts)
+    symbols = rans.decode(view[at:], tables, len(contexts), contexts, _BITS)
+    symbols.resize((len(contexts) + 7) // 8 * 8, refcheck=False)
+    room = changed + 8  # eight are written at once
+    positions, values = np.empty(room, np.int64), np.empty(room, layout.dtype)
+    if not _restore(old, symbols, symbols.view(np.uint64), far, sign, first, _PLACES, _NUMBERS, positions, values):
+        raise ValueError("a row has other changes than it says")
     return positions[:changed], values[:changed]
 
 
-# Loops of few arrays each, so that the compiler makes vectors of them: in one loop they take three times as long.
+def _planes(values: np.ndarray) -> list[bytes]:
+    """All the values' lowest bytes, and so on."""
+    return [(values >> values.dtype.type(8 * k)).astype(np.uint8).tobytes() for k in range(values.itemsize)]
+
+
+def _from_planes(planes: bytes, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
+
+
+def _masks(layout: Layout, cuts: np.ndarray) -> tuple[np.unsignedinteger, np.unsignedinteger, np.ndarray]:
+    """As words: the sign, the exponent, and the exponents above which the groups after the first begin."""
+    word = layout.dtype.type
+    edges = ((cuts.astype(np.uint32) & layout.mask) << layout.shift).astype(layout.dtype)
+    return word(layout.sign), word(layout.mask << layout.shift), edges
 
 
 @njit(cache=True, nogil=True)
-def _choose_contexts(old, new, sign, shift, mask, full, contexts_of):
-    """contexts_of uint8 [256]: by bucket."""
-    sizes, counts, lengths = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for begin in range(0, len(old), _BLOCK):
+def _sample(old, new, sign, shift, mask, full, seen):
+    """Tokens by bucket, of some elements."""
+    for begin in range(0, len(old), _STRIDE):
         for i in range(begin, min(begin + _SAMPLED, len(old))):
             word = np.int64(old[i])
-            bucket = (word >> shift) & mask
-            folded = scan.folded_step(word, np.int64(new[i]), sign, full)
-            sizes[bucket] += 1
-            if folded:
-                counts[bucket] += 1
-                # twice the logarithm of the distance, by the bit below the highest
-                distance = (folded + 1) >> 1
-                length = tokens.bit_length(distance)
-                lengths[bucket] += 2 * (length - 1) + (distance << 1 >> length - 1 & 1 if length > 1 else 0)
-    context = 0
-    for bucket in range(255, -1, -1):  # what was not met in the sample goes with its neighbour
-        if sizes[bucket]:
-            rate = max(counts[bucket], 0.1) / sizes[bucket]
-            if rate > 0.5:
-                context = _RARE + int(lengths[bucket] / counts[bucket] + 4 * (1 - rate))
-            else:
-                context = min(int(-2 * np.log2(rate)), _RARE - 1)
-        contexts_of[bucket] = context
+            seen[(word >> shift) & mask, min(scan.folded_step(word, np.int64(new[i]), sign, full), _FAR)] += 1
 
 
 @njit(cache=True, nogil=True)
-def _look_up(old, shift, mask, contexts_of, contexts):
+def _entropy(counts):
+    """Of all, in bits."""
+    bits, total = 0.0, 0
+    for count in counts:
+        if count:
+            bits -= count * np.log2(count)
+            total += count
+    return bits + total * np.log2(total) if total else 0.0
+
+
+@njit(cache=True, nogil=True)
+def _cut(seen, cuts):
+    """Set cuts to the buckets after which to cut, one by one, each where it saves most; what saves nothing stays."""
+    below = np.zeros((len(seen) + 1, seen.shape[1]), np.int64)
+    for bucket in range(len(seen)):
+        below[bucket + 1] = below[bucket] + seen[bucket]
+    ends = np.zeros(len(seen) + 1, np.bool_)
+    ends[0] = ends[-1] = True
+    for turn in range(len(cuts)):
+        most, best, begin = 1.0, 0, 0
+        for end in range(1, len(ends)):
+            if not ends[end]:
+                continue
+            whole = _entropy(below[end] - below[begin])
+            for cut in range(begin + 1, end):
+                if seen[cut - 1].any():
+                    saved = whole - _entropy(below[end] - below[cut]) - _entropy(below[cut] - below[begin])
+                    if saved > most:
+                        most, best = saved, cut
+            begin = end
+        if best:
+            ends[best] = True
+            cuts[turn] = best - 1
+
+
+# Arithmetic in words as narrow as the elements', in loops of few arrays: of these the compiler makes vectors.
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _ordered(word, sign, zero, ones):
+    """A word's place in the order of its numbers: negative ones run backwards."""
+    return word ^ (sign | (ones if word & sign else zero))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _folded(old, new, sign, dtype):
+    """From old to new: scan.folded_step, in words."""
+    zero, ones = dtype(0), dtype(-1)
+    step = dtype(_ordered(new, sign, zero, ones) - _ordered(old, sign, zero, ones))
+    return dtype(dtype(step << 1) ^ (ones if step > ones >> 1 else zero))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _stepped(old, folded, sign, dtype):
+    """scan.stepped, in words."""
+    zero, ones = dtype(0), dtype(-1)
+    place = dtype(_ordered(old, sign, zero, ones) + ((folded >> 1) ^ (ones if folded & 1 else zero)))
+    return dtype(place ^ (sign | (ones if place & sign != sign else zero)))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _token(old, new, sign, dtype):
+    return np.uint8(min(_folded(old, new, sign, dtype), dtype(_FAR)))
+
+
+@njit(cache=True, nogil=True)
+def _tokenise_block(old, new, sign, symbols):
+    dtype, half, rest = old.dtype.type, len(symbols), len(old) - len(symbols)
+    old_second, new_second = old[half:], new[half:]
+    for i in range(rest):
+        first = _token(old[i], new[i], sign, dtype)
+        symbols[i] = first << 4 | _token(old_second[i], new_second[i], sign, dtype)
+    if rest < half:
+        symbols[rest] = _token(old[rest], new[rest], sign, dtype) << 4
+
+
+@njit(cache=True, nogil=True)
+def _contexts_block(old, exponent, edges, contexts):
+    half, rest = len(contexts), len(old) - len(contexts)
+    second, low, middle, high = old[half:], edges[0], edges[1], edges[2]
+    for i in range(rest):
+        a, b = old[i] & exponent, second[i] & exponent
+        group = np.uint8(a > low) + np.uint8(a > middle) + np.uint8(a > high)
+        contexts[i] = _GROUPS * group + np.uint8(b > low) + np.uint8(b > middle) + np.uint8(b > high)
+    if rest < half:
+        a = old[rest] & exponent
+        contexts[rest] = _GROUPS * (np.uint8(a > low) + np.uint8(a > middle) + np.uint8(a > high))
+
+
+@njit(cache=True, nogil=True)
+def _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts):
+    """counts: uint32 [2 * contexts * 256], added to: two sets in turn, so that what recurs need not wait for itself."""
+    for at in range(0, len(contexts), _HALF):
+        end = min(at + _HALF, len(contexts))
+        words = slice(2 * at, min(2 * end, len(old)))
+        _tokenise_block(old[words], new[words], sign, symbols[at:end])
+        _contexts_block(old[words], exponent, edges, contexts[at:end])
+        for i in range(at, end):
+            place = np.uint32(contexts[i]) << np.uint32(8) | np.uint32(symbols[i])
+            counts[np.uint32(i & 1) * np.uint32(_GROUPS**2 << 8) + place] += 1
+
+
+@njit(cache=True, nogil=True)
+def _find_contexts(old, exponent, edges, contexts):
+    for at in range(0, len(contexts), _HALF):
+        end = min(at + _HALF, len(contexts))
+        _contexts_block(old[2 * at : min(2 * end, len(old))], exponent, edges, contexts[at:end])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _far_tokens(eight):
+    """The lowest bits of the half bytes that are _FAR, of eight symbols."""
+    pairs = eight & eight >> np.uint64(1)
+    return pairs & pairs >> np.uint64(2) & _NIBBLES
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _place(marks, half):
+    """(The lowest mark's element, counted from the first one of eight symbols; the other marks.)"""
+    others = marks & (marks - np.uint64(1))
+    nibble = np.int64(_DIGITS * (marks ^ others) >> np.uint64(60))
+    return (nibble >> 1) + (0 if nibble & 1 else half), others
+
+
+@njit(cache=True, nogil=True)
+def _take_far(old, new, sign, eights, far):
+    dtype, found = old.dtype.type, 0
+    for at in range(0, len(old), 2 * _HALF):
+        half = (min(2 * _HALF, len(old) - at) + 1) // 2
+        block = eights[at // 16 :]
+        for group in range((half + 7) // 8):
+            marks = _far_tokens(block[group])
+            while marks:
+                place, marks = _place(marks, half)
+                i = at + 8 * group + place
+                far[found] = _folded(old[i], new[i], sign, dtype)
+                found += 1
+
+
+@njit(cache=True, nogil=True)
+def _restore_block(old, symbols, sign, new):
+    dtype, half, rest = old.dtype.type, len(symbols), len(old) - len(symbols)
+    old_second, new_second = old[half:], new[half:]
+    for i in range(half):
+        new[i] = _stepped(old[i], dtype(symbols[i] >> 4), sign, dtype)
+    for i in range(rest):
+        new_second[i] = _stepped(old_second[i], dtype(symbols[i] & 15), sign, dtype)
+
+
+@njit(cache=True, nogil=True)
+def _differ(old, new, changes):
     for i in range(len(old)):
-        contexts[i] = contexts_of[(np.int64(old[i]) >> shift) & mask]
+        changes[i] = old[i] != new[i]
+    changes[len(old) :] = 0
 
 
 @njit(cache=True, nogil=True)
-def _fold(old, new, sign, full, coded):
-    """Folded steps, _FAR for those from there on."""
-    for i in range(len(old)):
-        coded[i] = min(scan.folded_step(np.int64(old[i]), np.int64(new[i]), sign, full), _FAR)
-
-
-@njit(cache=True, nogil=True)
-def _unfold(old, coded, sign, full, new):
-    for i in range(len(old)):
-        new[i] = scan.stepped(np.int64(old[i]), np.int64(coded[i]), sign, full)
-
-
-@njit(cache=True, nogil=True)
-def _put_far(old, new, sign, full, far, coded, bits):
-    """Tokens and raw bits at `far`; returns the words of bits."""
-    head, held, count = 0, np.uint64(0), 0
-    for i in far:
-        folded = scan.folded_step(np.int64(old[i]), np.int64(new[i]), sign, full)
-        coded[i], head, held, count = tokens.put(folded, tokens.STEP_EXACT, bits, head, held, count)
-    if count:
-        bits[head] = np.uint32(held)
-        head += 1
-    return head
-
-
-@njit(cache=True, nogil=True)
-def _get_far(old, sign, full, far, coded, bits, new):
-    """New words at `far`; returns the words of bits used."""
-    head, held, count = 0, np.uint64(0), 0
-    for i in far:
-        folded, head, held, count = tokens.get(np.int64(coded[i]), tokens.STEP_EXACT, bits, head, held, count)
-        new[i] = scan.stepped(np.int64(old[i]), folded, sign, full)
-    return head
-
-
-@njit(cache=True, nogil=True)
-def _count(coded, contexts, counts):
-    """Add how often each token occurs in each context."""
-    for i in range(len(coded)):
-        counts[contexts[i], coded[i]] += 1
-
-
-@njit(cache=True, nogil=True)
-def _keep_changed(coded, new, first, positions, values):
-    """Positions and words of what is not unchanged; returns their number, -1 if there are too many."""
-    found = 0
-    for i in range(len(coded)):
-        positions[found] = first + i
-        values[found] = new[i]
-        found += coded[i] != 0
-        if found == len(positions):
+def _keep(eights, new, first, places, numbers, positions, values, found):
+    """Add what changed, by a bit for each of eight elements; returns how many there are now, -1 if that is too many."""
+    for group in range(len(eights)):
+        bits = _INDEX(eights[group] * _GATHER >> _TOP)
+        if found + 8 > len(positions):
             return -1
+        begin, end = 8 * group, found + 8
+        kept, kept_values, eight = positions[found:end], values[found:end], new[begin : begin + 8]
+        for k in range(8):
+            kept[k] = first + begin + places[bits, k]
+        for k in range(8):
+            kept_values[k] = eight[places[bits, k]]
+        found += numbers[bits]
     return found
+
+
+@njit(cache=True, nogil=True)
+def _restore(old, symbols, eights, far, sign, first, places, numbers, positions, values):
+    """Fill positions and values, of eight more than the changes; whether changes and far steps are as many as they
+    should."""
+    dtype, taken, found = old.dtype.type, 0, 0
+    new, changes = np.empty(2 * _HALF, old.dtype), np.empty(2 * _HALF, np.uint8)
+    for at in range(0, len(old), 2 * _HALF):
+        words = old[at : at + 2 * _HALF]
+        half = (len(words) + 1) // 2
+        _restore_block(words, symbols[at // 2 : at // 2 + half], sign, new)
+        block = eights[at // 16 :]
+        for group in range((half + 7) // 8):
+            marks = _far_tokens(block[group])
+            while marks:
+                place, marks = _place(marks, half)
+                i = 8 * group + place
+                if taken == len(far) or i >= len(words):
+                    return False
+                new[i] = _stepped(words[i], far[taken], sign, dtype)
+                taken += 1
+        _differ(words, new, changes)
+        groups = changes.view(np.uint64)[: (len(words) + 7) // 8]
+        found = _keep(groups, new, first + at, places, numbers, positions, values, found)
+        if found < 0:
+            return False
+    return found == len(positions) - 8 and taken == len(far)

@@ -19,15 +19,16 @@ from infra.codec.layout import Layout, frozen
 from infra.errors import Corrupted
 from infra.store import Buffer
 
-SEGMENT = 1 << 21
-"""Words of a segment."""
+SEGMENT, SHARED = 1 << 21, 1 << 20
+"""Words of a segment, of one tensor and of several: these are copied together, into memory small enough that it stays with
+the process and is not had anew from the system each time, which takes as long as coding it."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
-FORMAT, _STORED = 4, 2
+FORMAT, _STORED = 5, 2
 """Kinds of frame: coded, by this version of the code; stored."""
 _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
-_MUCH = 0.25
+_MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
@@ -56,13 +57,13 @@ class _Segment:
 def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
     """Small tensors share a segment, big ones are cut."""
     parts: list[tuple[int, int, int]] = []
-    room = SEGMENT
+    room = SHARED
     for index, size in enumerate(sizes):
         begin = 0
         if size >= _ALONE:
             if parts:
                 yield _Segment(parts)
-                parts, room = [], SEGMENT
+                parts, room = [], SHARED
             yield from (_Segment([(index, at, min(size, at + SEGMENT))]) for at in range(0, size, SEGMENT))
             continue
         while begin < size:
@@ -72,7 +73,7 @@ def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
             begin = end
             if room == 0:
                 yield _Segment(parts)
-                parts, room = [], SEGMENT
+                parts, room = [], SHARED
     if parts:
         yield _Segment(parts)
 
@@ -143,7 +144,7 @@ class _Encoder:
     def add(self, old: np.ndarray, new: np.ndarray) -> None:
         changed, kind, rows = int(np.count_nonzero(old != new)), _EVENTS, 0
         if changed > _MUCH * len(old):
-            kind, body = _TOKENS, dense.encode(old, new, self.layout, changed)
+            kind, body = _TOKENS, dense.encode(old, new, self.layout)
             if len(body) > new.nbytes:
                 kind, body = _RAW, new.tobytes()
         else:
@@ -313,12 +314,13 @@ def _distribute(segment: _Segment, changes: Changes, found: list[list[Changes]])
     if len(segment.parts) == 1:
         found[segment.parts[0][0]].append(changes)
         return
-    offset = 0
-    for index, begin, end in segment.parts:
-        low, high = np.searchsorted(changes.positions, [offset, offset + end - begin])
+    ends = np.cumsum([0] + [end - begin for _, begin, end in segment.parts])
+    places = np.searchsorted(changes.positions, ends)
+    for (index, begin, _), offset, low, high in zip(segment.parts, ends, places, places[1:], strict=False):
         if high > low:
-            found[index].append(Changes(changes.positions[low:high] + (begin - offset), changes.values[low:high]))
-        offset += end - begin
+            positions = changes.positions[low:high]
+            positions += begin - offset
+            found[index].append(Changes(positions, changes.values[low:high]))
 
 
 def _join(parts: list[Changes], layout: Layout) -> Changes:

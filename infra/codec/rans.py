@@ -2,7 +2,8 @@
 
 The tables are skewed (a step is mostly +-1, an element mostly unchanged), where a Huffman coder wastes a tenth, and the
 streams long, where constriction's coders take 30 to 90 ns a token; this takes one or two. Four states, so that a
-processor works on four tokens at once; 32-bit states, 16-bit words, probabilities in 4096ths.
+processor works on four tokens at once; 32-bit states, 16-bit words, probabilities in 4096ths, or, for tables that leave
+room in a cache, in 2**bits-ths.
 """
 
 import numpy as np
@@ -13,47 +14,64 @@ from infra.codec.layout import frozen
 BITS = 12
 LANES = 4
 _PADDING = 2 * LANES  # words that a decoder may read beyond a stream before it looks
-_ONE, _SLOTS = np.uint64(1), np.uint64(1 << BITS)
+_ONE = np.uint64(1)
 _SHARE, _BEGIN, _SHIFT = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
-_WORD, _FULL = np.uint64(16), np.uint64(20)
+_WORD = np.uint64(16)
 _INDEX = np.uint32  # numba looks at a signed index for its sign
 
 
-def table(counts: np.ndarray) -> np.ndarray:
-    """uint16 [256]: each token's share in 4096ths, at least 1 for what occurs; the sum is 4096. counts: [256], not all 0."""
-    shares = np.where(counts > 0, np.maximum(1, np.round(counts * ((1 << BITS) / counts.sum()))), 0).astype(np.int64)
-    while (excess := shares.sum() - (1 << BITS)) != 0:  # taken where it costs least: from the largest
-        largest = shares.argmax()
-        shares[largest] -= min(excess, shares[largest] // 2) if excess > 0 else excess
-    return shares.astype(np.uint16)
+def table(counts: np.ndarray, bits: int = BITS) -> np.ndarray:
+    """uint16 [256]: each token's share, at least 1 for what occurs; the sum is 2**bits. counts: [256], not all 0.
+
+    bits: 8 to 12.
+    """
+    shares = np.zeros(256, np.uint16)
+    _share(np.ascontiguousarray(counts, np.int64), bits, shares)
+    return shares
 
 
-def encode(tokens: np.ndarray, tables: np.ndarray, contexts: np.ndarray | None = None) -> bytes:
+def encode(tokens: np.ndarray, tables: np.ndarray, contexts: np.ndarray | None = None, bits: int = BITS) -> bytes:
     """The stream of tokens uint8 [n > 0], each under its context's table.
 
-    tables: uint16 [contexts, 256], of `table`. contexts: uint8 [n]; None: all are under the first.
+    tables: uint16 [contexts, 256], of `table` with `bits`. contexts: uint8 [n]; None: all are under the first.
     """
     words = np.empty(len(tokens) + 2 * LANES, np.uint16)
     contexts = np.empty(0, np.uint8) if contexts is None else contexts
-    return words[_encode(frozen(tokens), frozen(contexts), _factors(frozen(tables)), words) :].tobytes()
+    return words[_encode(frozen(tokens), frozen(contexts), _factors(frozen(tables)), bits, words) :].tobytes()
 
 
-def decode(stream: memoryview, tables: np.ndarray, count: int, contexts: np.ndarray | None = None) -> np.ndarray:
+def decode(
+    stream: memoryview, tables: np.ndarray, count: int, contexts: np.ndarray | None = None, bits: int = BITS
+) -> np.ndarray:
     """uint8 [count], the inverse. ValueError when the stream ends too early or a table is none."""
-    if len(stream) < 4 * LANES or len(stream) % 2 or (tables.sum(1) != 1 << BITS).any():
+    if len(stream) < 4 * LANES or len(stream) % 2 or (tables.sum(1) != 1 << bits).any():
         raise ValueError("a stream of tokens is damaged")
     tokens, words = np.empty(count, np.uint8), np.zeros(len(stream) // 2 + _PADDING, np.uint16)
     words[:-_PADDING] = np.frombuffer(stream, np.uint16)
     contexts = np.empty(0, np.uint8) if contexts is None else contexts
-    if _decode(words, _slots(frozen(tables)), frozen(contexts), tokens) != len(words) - _PADDING:
+    if _decode(words, _slots(frozen(tables), bits), frozen(contexts), bits, tokens) != len(words) - _PADDING:
         raise ValueError("a stream of tokens has another length than its tokens")
     return tokens
 
 
 @njit(cache=True, nogil=True)
-def _slots(tables):
-    """uint32 [contexts * 4096], for `_pop`: a slot's token, share - 1 << 8, and its place in the share << 20."""
-    slots = np.empty(len(tables) << BITS, np.uint32)
+def _share(counts, bits, shares):
+    scale, excess = (1 << bits) / counts.sum(), -(1 << bits)
+    for token in range(len(counts)):
+        if counts[token]:
+            shares[token] = max(1, int(np.rint(counts[token] * scale)))
+            excess += shares[token]
+    while excess:  # taken where it costs least: from the largest
+        largest = shares.argmax()
+        taken = min(excess, np.int64(shares[largest] // 2)) if excess > 0 else excess
+        shares[largest] -= taken
+        excess -= taken
+
+
+@njit(cache=True, nogil=True)
+def _slots(tables, bits):
+    """uint32 [contexts << bits], for `_pop`: a slot's token, share - 1 << 8, and its place in the share << 20."""
+    slots = np.empty(len(tables) << bits, np.uint32)
     at = 0
     for context in range(len(tables)):
         for token in range(256):
@@ -93,46 +111,48 @@ def _factors(tables):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _push(state, symbol, factors, words, head):
+def _push(state, symbol, factors, bits, words, head):
     """(new state, head), words written downwards from head."""
     symbol = _INDEX(symbol)
     packed = factors[symbol, 2]
     share = packed & _SHARE
     words[_INDEX(head - 1)] = np.uint16(state & _SHARE)
-    spills = state >= share << _FULL
+    spills = state >= share << (np.uint64(32) - bits)
     head -= np.int64(spills)
     state >>= np.uint64(spills) << np.uint64(4)
     quotient = (state * factors[symbol, 0] + factors[symbol, 1]) >> (packed >> _SHIFT)
-    return state + ((packed >> _BEGIN) & _SHARE) + quotient * (_SLOTS - share), head
+    return state + ((packed >> _BEGIN) & _SHARE) + quotient * ((_ONE << bits) - share), head
 
 
 @njit(cache=True, nogil=True)
-def _encode(tokens, contexts, factors, words):
+def _encode(tokens, contexts, factors, bits, words):
     """Fills `words` from its end; returns where the stream begins."""
     s0 = s1 = s2 = s3 = _ONE << _WORD
+    bits = np.uint64(bits)
     head, n = len(words), len(tokens)
     whole = n // LANES * LANES
     several = len(contexts) > 0
     for i in range(n - 1, whole - 1, -1):
         symbol = np.int64(tokens[i]) + (np.int64(contexts[i]) << 8 if several else 0)
         if i % LANES == 0:
-            s0, head = _push(s0, symbol, factors, words, head)
+            s0, head = _push(s0, symbol, factors, bits, words, head)
         elif i % LANES == 1:
-            s1, head = _push(s1, symbol, factors, words, head)
+            s1, head = _push(s1, symbol, factors, bits, words, head)
         else:
-            s2, head = _push(s2, symbol, factors, words, head)
+            s2, head = _push(s2, symbol, factors, bits, words, head)
     for group in range(whole // LANES - 1, -1, -1):
         i = group * LANES
-        a, b, c, d = np.int64(tokens[i]), np.int64(tokens[i + 1]), np.int64(tokens[i + 2]), np.int64(tokens[i + 3])
+        a, b = np.int64(tokens[_INDEX(i)]), np.int64(tokens[_INDEX(i + 1)])
+        c, d = np.int64(tokens[_INDEX(i + 2)]), np.int64(tokens[_INDEX(i + 3)])
         if several:
-            a += np.int64(contexts[i]) << 8
-            b += np.int64(contexts[i + 1]) << 8
-            c += np.int64(contexts[i + 2]) << 8
-            d += np.int64(contexts[i + 3]) << 8
-        s3, head = _push(s3, d, factors, words, head)
-        s2, head = _push(s2, c, factors, words, head)
-        s1, head = _push(s1, b, factors, words, head)
-        s0, head = _push(s0, a, factors, words, head)
+            a += np.int64(contexts[_INDEX(i)]) << 8
+            b += np.int64(contexts[_INDEX(i + 1)]) << 8
+            c += np.int64(contexts[_INDEX(i + 2)]) << 8
+            d += np.int64(contexts[_INDEX(i + 3)]) << 8
+        s3, head = _push(s3, d, factors, bits, words, head)
+        s2, head = _push(s2, c, factors, bits, words, head)
+        s1, head = _push(s1, b, factors, bits, words, head)
+        s0, head = _push(s0, a, factors, bits, words, head)
     for state in (s3, s2, s1, s0):
         head -= 2
         words[head] = np.uint16(state & _SHARE)
@@ -141,10 +161,10 @@ def _encode(tokens, contexts, factors, words):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _pop(state, context, slots, words, head):
+def _pop(state, context, slots, bits, words, head):
     """(token, new state, head). Reads words[head], needed or not: `head` is the caller's to check."""
-    entry = np.int64(slots[_INDEX((context << BITS) + (state & ((1 << BITS) - 1)))])
-    state = ((entry >> 8 & 0xFFF) + 1) * (state >> BITS) + (entry >> 20)
+    entry = np.int64(slots[_INDEX((context << bits) + (state & ((1 << bits) - 1)))])
+    state = ((entry >> 8 & 0xFFF) + 1) * (state >> bits) + (entry >> 20)
     refills = np.int64(state < 1 << 16)
     state = state << 16 * refills | np.int64(words[_INDEX(head)]) * refills
     return entry & 0xFF, state, head + refills
@@ -157,7 +177,7 @@ def _first(words, lane):
 
 
 @njit(cache=True, nogil=True)
-def _decode(words, slots, contexts, tokens):
+def _decode(words, slots, contexts, bits, tokens):
     """Fills `tokens`; returns the words used, -1 if there are too few."""
     s0, s1, s2, s3 = _first(words, 0), _first(words, 1), _first(words, 2), _first(words, 3)
     head, limit, n = 2 * LANES, len(words) - _PADDING, len(tokens)
@@ -167,16 +187,17 @@ def _decode(words, slots, contexts, tokens):
         if head > limit:
             return -1
         if several:
-            a, b, c, d = contexts[i], contexts[i + 1], contexts[i + 2], contexts[i + 3]
-        tokens[i], s0, head = _pop(s0, a, slots, words, head)
-        tokens[i + 1], s1, head = _pop(s1, b, slots, words, head)
-        tokens[i + 2], s2, head = _pop(s2, c, slots, words, head)
-        tokens[i + 3], s3, head = _pop(s3, d, slots, words, head)
+            a, b = np.int64(contexts[_INDEX(i)]), np.int64(contexts[_INDEX(i + 1)])
+            c, d = np.int64(contexts[_INDEX(i + 2)]), np.int64(contexts[_INDEX(i + 3)])
+        tokens[_INDEX(i)], s0, head = _pop(s0, a, slots, bits, words, head)
+        tokens[_INDEX(i + 1)], s1, head = _pop(s1, b, slots, bits, words, head)
+        tokens[_INDEX(i + 2)], s2, head = _pop(s2, c, slots, bits, words, head)
+        tokens[_INDEX(i + 3)], s3, head = _pop(s3, d, slots, bits, words, head)
     for i in range(whole, n):
         if head > limit:
             return -1
         if several:
-            a = contexts[i]
-        tokens[i], s0, head = _pop(s0, a, slots, words, head)
+            a = np.int64(contexts[i])
+        tokens[i], s0, head = _pop(s0, a, slots, bits, words, head)
         s0, s1 = s1, s2  # the next lane's turn
     return head

@@ -1,9 +1,9 @@
 """Weight sync: bytes beside XOR + zstd-1 and the entropy, rates a core, the pause, memory, and 247 GB on paper.
 
 Measured on consecutive versions of real training, and on synthetic AdamW steps at given shares of changed elements. The
-real versions are made once, and kept in POLICYFLOW_HOME/sync-bench: the real trainer on the scored batches of a run of
-the profile (one in POLICYFLOW_HOME's store, or a short new one), two prompts with their samples an update, each version
-published as in a run. Rates are of one core (CPU time of one thread).
+real versions are made once, and kept whole, whatever the codec's format, in POLICYFLOW_HOME/sync-bench (14 GB): the real
+trainer on the scored batches of a run of the profile (one in POLICYFLOW_HOME's store, or a short new one), two prompts
+with their samples an update. Rates are of one core (CPU time of one thread).
 """
 
 import ctypes
@@ -26,11 +26,10 @@ import torch
 import zstandard
 
 from flows.config import load_config
-from infra import policy, policy_read, policy_write
+from infra import policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.codec import frame
 from infra.codec.layout import layout_of, words
-from infra.mirror import Mirror
 from infra.run import Run, Stage
 from infra.store import Store
 from tasks.sync.config import SyncConfig
@@ -68,7 +67,7 @@ def main() -> dict[str, float]:
 
 def _versions(profile: str) -> list[ArtifactRef]:
     """Versions 0 to VERSIONS of real training, made now unless they are there."""
-    run = Run(store=f"file://{HOME}/sync-bench/store", name=f"{profile}-{frame.FORMAT}")
+    run = Run(store=f"file://{HOME}/sync-bench/store", name=profile)
     stages = [run.stage("policy", number, []) for number in range(VERSIONS + 1)]
     if stages[-1].committed() is None:
         context = multiprocessing.get_context("spawn")  # Megatron and vLLM each want a process of their own
@@ -86,13 +85,12 @@ def _train(profile: str, stages: list[Stage]) -> None:
 
     config = load_config(profile)
     trainer: Any = Trainer(str(prepare_model(config.model, HOME / "models")), config.update, config.seed)
-    trainer.published = None
     batches, rng = _batches(profile, config.model), np.random.default_rng(0)
     parent: ArtifactRef | None = None
     for number, stage in enumerate(stages):
         if number:
             trainer.update(_some_prompts(batches[number % len(batches)], rng))
-        parent = publish(trainer, stage, SyncConfig(anchor_every=25), parent)
+        parent = publish(trainer, stage, SyncConfig(form="full"), parent)
         print(f"{profile}: version {number}", flush=True)
 
 
@@ -226,7 +224,7 @@ def _pairs(refs: list[ArtifactRef], name: str) -> dict[str, float]:
     old = {name: mirror.tensor(name).clone() for name in mirror.names}
     pairs: list[_Pair] = []
     for ref in refs[1:]:
-        _advance(mirror, ref)
+        mirror.fill(policy_read.read(ref), ref)
         new = {name: mirror.tensor(name) for name in mirror.names}
         pair = _pair(old, new)
         if pair.changed:  # a step whose samples all earned the same changes nothing
@@ -237,13 +235,6 @@ def _pairs(refs: list[ArtifactRef], name: str) -> dict[str, float]:
     worst = min(pair.xor / pair.coded for pair in pairs)
     print(f"{name}: {len(pairs)} pairs", flush=True)
     return total.figures() | {"pairs": float(len(pairs)), "smaller_than_xor_zstd1_worst": worst}
-
-
-def _advance(mirror: Mirror, ref: ArtifactRef) -> None:
-    what = policy.describe(ref)
-    for name, changes in policy_read.changes(ref, what, mirror.words):
-        mirror.words(name)[changes.positions] = changes.values
-    mirror.ref = ref
 
 
 def _synthetic(share: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -282,7 +273,7 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         store = Store.at(folder)
         for number, ref in enumerate(refs[1 : TIMED + 2], 1):
-            _advance(after, ref)
+            after.fill(policy_read.read(ref), ref)
             # As an export makes them, one by one.
             tensors = ((name, after.tensor(name).clone()) for name in after.names)
             differing = sum(int(np.count_nonzero(mirror.words(n) != after.words(n))) for n in mirror.names)

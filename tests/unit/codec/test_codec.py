@@ -114,17 +114,45 @@ def test_what_is_random_costs_no_more_than_itself() -> None:
 
 
 def test_tensors_bigger_than_a_segment_and_many_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "SEGMENT", 100)
+    for name, size in (("SEGMENT", 100), ("SHARED", 70), ("_ALONE", 90)):
+        monkeypatch.setattr(frame, name, size)
     generator = torch.Generator().manual_seed(0)
     old = [torch.randn(size, generator=generator).bfloat16() for size in (250, 1, 0, 30, 30, 30, 400, 99, 100, 101)]
     coded(old, [adamw(tensor, 1e-2, 1) for tensor in old])
 
 
-def test_a_damaged_frame_or_another_parent_is_found_or_harmless() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 40_001])
+def test_much_changed_rows_of_one_block_and_of_several(dtype: torch.dtype, size: int) -> None:
+    """Near and far steps, elements that stay, and a last block that is short or odd."""
+    generator = np.random.default_rng(size)
+    old, noise = bits(generator, dtype, size), bits(generator, dtype, size)
+    new = old.clone()
+    near = generator.random(size) < 0.5
+    words(new)[near] += generator.integers(1, 30, near.sum()).astype(words(new).dtype)
+    far = generator.random(size) < 0.05
+    words(new)[far] = words(noise)[far]
+    assert len(coded([old], [new])) < 0.9 * old.nbytes
+
+
+def test_where_much_changes_it_is_far_below_xor_and_zstd() -> None:
+    """Steps as far as AdamW's first ones, in small numbers many units in the last place."""
+    import zstandard
+
+    old = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).mul(0.04).bfloat16()
+    new = adamw(old, 1e-4, 1)
+    assert 0.3 < (words(old) != words(new)).mean() < 0.7
+    data = coded([old], [new])
+    xor = len(zstandard.ZstdCompressor(level=1).compress((words(old) ^ words(new)).tobytes()))
+    assert xor > 1.8 * len(data)
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-2, 1e-1])
+def test_a_damaged_frame_or_another_parent_is_found_or_harmless(lr: float) -> None:
     """Digests are what proves content; a wrong frame must only never crash, hang, or write beyond the tensors."""
     old = torch.randn(3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     layout, olds = layout_of(torch.bfloat16), [words(old)]
-    data = frame.encode(olds, [words(adamw(old, 1e-2, 1))], layout)
+    data = frame.encode(olds, [words(adamw(old, lr, 1))], layout)
     generator = np.random.default_rng(0)
     for place in generator.integers(0, len(data), 200):
         wrong = bytearray(data)
