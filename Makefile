@@ -5,6 +5,7 @@ EXTRA ?= cpu
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := .tools/bin/uv
+UV_VERSION := 0.13.9
 # Everything local to this machine: models, store, Prefect's and MLflow's databases.
 export POLICYFLOW_HOME ?= $(CURDIR)/outputs
 export PREFECT_HOME ?= $(POLICYFLOW_HOME)/prefect
@@ -61,9 +62,9 @@ mlflow-ui: $(VENV)/.installed-$(EXTRA)  ## MLflow's UI on the runs made here, ht
 s3: $(VENV)/.installed-$(EXTRA)  ## a real S3 server (SeaweedFS) on 127.0.0.1:8333
 	$(PY) -m infra.s3_server --dir $(POLICYFLOW_HOME)/s3 --port 8333 --bucket policyflow
 
-# The environment, from the lock with hashes. uv itself comes into .tools, whatever Python is at hand.
-$(UV):
-	@python3 -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv
+# The environment, from the lock with hashes. uv itself, pinned too, comes into .tools, whatever Python is at hand.
+$(UV): requirements/uv.txt
+	@python3 -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check --require-hashes -r $< && touch $@
 
 $(VENV)/.installed-$(EXTRA): requirements/$(EXTRA).txt pyproject.toml | $(UV)
 	@echo "installing the environment from requirements/$(EXTRA).txt (about 7 GB; minutes the first time)"
@@ -73,7 +74,8 @@ $(VENV)/.installed-$(EXTRA): requirements/$(EXTRA).txt pyproject.toml | $(UV)
 	@$(UV) pip install --quiet --python $(VENV) --no-deps --editable .
 	@rm -f $(VENV)/.installed-* && touch $@  # CPU and GPU packages take each other's place
 
-lock: | $(UV)  ## resolve again: requirements/cpu.txt, gpu.txt
+lock: | $(UV)  ## resolve again: requirements/uv.txt, cpu.txt, gpu.txt
+	echo uv==$(UV_VERSION) | $(UV) pip compile --quiet --python-version $(PYTHON_VERSION) --generate-hashes --no-header - -o requirements/uv.txt
 	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra cpu --group dev -o requirements/cpu.txt
 	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra gpu --group dev -o requirements/gpu.txt
 

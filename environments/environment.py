@@ -29,8 +29,9 @@ class Problem:
 
 @runtime_checkable
 class Environment(Protocol):
-    """The least that an environment must have. Two more methods are optional:
+    """The least that an environment must have. Three more methods are optional:
 
+    `parse_answer(answer) -> Any`: see `ParsesAnswers`; without it the reward gets answers as the dataset has them.
     `problems(split, n, seed) -> Iterable[Problem]`: see `GeneratesProblems`; without it prompts come from a dataset.
     `solution(problem) -> str`: see `Demonstrates`; a text that earns the full reward, for supervised warm starts.
     """
@@ -42,6 +43,18 @@ class Environment(Protocol):
 
         Pure: same arguments, same value, no state. It runs in a process of its own, one call at a time; one that
         raises, exceeds the time limit or returns NaN costs its own sample only.
+        """
+        ...
+
+
+@runtime_checkable
+class ParsesAnswers(Protocol):
+    """An environment that knows what an answer is."""
+
+    def parse_answer(self, answer: Any) -> Any:
+        """What the reward compares with, made of a dataset's answer: asked once for each row, when the dataset is prepared.
+
+        A CSV has text only, and a row without an answer None. Raises ValueError that says what an answer is.
         """
         ...
 

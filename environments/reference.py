@@ -1,6 +1,7 @@
 """How a prompt row names its environment: one string that is enough to load it anywhere."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ def environment_reference(name_or_path: str, args: dict[str, Any]) -> str:
     """`name` or `name {"arg": value}`; paths become absolute, so that another process's folder does not matter."""
     name = str(Path(name_or_path).expanduser().resolve()) if is_path(name_or_path) else name_or_path
     return f"{name} {json.dumps(args, sort_keys=True)}" if args else name
+
+
+def short_name(name_or_path: str) -> str:
+    """An environment's name or path as a name for keys and events."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name_or_path.rstrip("/").rpartition("/")[2])[:63]
 
 
 def load_reference(reference: str) -> Environment:

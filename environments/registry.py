@@ -33,7 +33,7 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
     try:
         module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
     except (Exception, SystemExit) as error:
-        raise _own_fault(name_or_path, "cannot be imported", error) from error
+        raise own_fault(name_or_path, "cannot be imported", error) from error
     factory = getattr(module, "load_environment", None)
     if not callable(factory):
         raise BadInput(f"environment {name_or_path!r}: {module.__file__} has no function load_environment()")
@@ -41,7 +41,7 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
     try:
         environment = factory(**args)
     except Exception as error:
-        raise _own_fault(name_or_path, "load_environment() failed", error) from error
+        raise own_fault(name_or_path, "load_environment() failed", error) from error
     if not isinstance(environment, Environment):
         raise BadInput(
             f"environment {name_or_path!r}: load_environment() returned {type(environment).__name__}, "
@@ -50,8 +50,8 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
     return environment
 
 
-def _own_fault(name: str, what: str, error: BaseException) -> BadInput:
-    """What the environment's own code raised, as the input's fault that it is: no retry mends it."""
+def own_fault(name: str, what: str, error: BaseException) -> BadInput:
+    """What the environment's own code raised when it was asked for `what`, as bad input: no retry mends it."""
     if isinstance(error, BadInput):
         return error
     return BadInput(f"environment {name!r}: {what}: {type(error).__name__}: {error}")

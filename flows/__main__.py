@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument(
         "settings", nargs="*", metavar="[PROFILE] path.to.key=value",
         help="train, prepare: a profile of infra/profiles or a YAML file, then settings that replace the profile's; "
-        "evaluate, publish: settings, `run` at least",
+        "evaluate, publish: settings, `run` at least; of a setting given twice the last one counts",
     )  # fmt: skip
     arguments = parser.parse_args()
     # Prefect's database lies beside the run, so that its UI shows this run later; SQLite does not make its folder.
@@ -74,7 +74,7 @@ def run(name: str, settings: list[str]) -> None:
         else:
             from flows.prepare import prepare
 
-            print(prepare(config.dataset, config.store))
+            print(prepare(config.dataset, config.store, model=config.model, credentials=config.credentials))
 
 
 if __name__ == "__main__":

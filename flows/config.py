@@ -8,11 +8,12 @@ from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from yaml.composer import ComposerError
 
 from infra.adapters import LoraConfig, check_targets
-from infra.config import URL, Config
+from infra.config import URL, Config, Name
 from infra.errors import BadInput
-from infra.mxfp8 import Mxfp8Config, quantized_names
+from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
@@ -70,27 +71,47 @@ class TimeoutConfig(Config):
 
 
 class ResourceConfig(Config):
-    """What the engines' processes get."""
+    """What the engines' processes get. Ray reserves it on the cluster's nodes (RAY_ADDRESS) or on this machine; what can
+    never be had there is refused before anything starts."""
 
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs of the rollout engine."""
+    """GPUs of the rollout engine: rollout.tensor_parallel_size x rollout.pipeline_parallel_size, or a share of one; 0: none
+    are reserved."""
     update_gpus: float = Field(0, ge=0)
-    """GPUs of the trainer."""
+    """GPUs of the trainer: as many as update.parallel makes processes, or a share of one; 0: none are reserved."""
+    rollout_memory_gib: float | None = Field(None, gt=0)
+    """Memory that is reserved for the rollout engine, in GiB; no limit. Null: none."""
+    update_memory_gib: float | None = Field(None, gt=0)
+    """Memory that is reserved for the trainer with all its processes, in GiB; no limit. Null: none."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of an engine; null: all cores. Engines take turns, so each may use them all."""
     slots: str | None = None
     """Name of the Prefect global concurrency limit whose slots the run holds while its engines live: one a GPU, one
     in all where there is none. The limit must exist (`prefect gcl create NAME --limit N`). Null: none."""
 
-    def slots_needed(self) -> int:
-        """Slots that all engines together occupy."""
-        return max(1, math.ceil(self.rollout_gpus + self.update_gpus))
+    def gpus(self, at_once: bool) -> float:
+        """GPUs in use at a time: of both engines `at_once` (training), or of one after the other (evaluate, publish)."""
+        both = (self.rollout_gpus, self.update_gpus)
+        return sum(both) if at_once else max(both)
+
+    def slots_needed(self, at_once: bool) -> int:
+        """Slots of the limit: one a GPU, and one where there is none."""
+        return max(1, math.ceil(self.gpus(at_once)))
+
+
+def check_gpus(name: str, gpus: float, processes: int, made_by: str) -> None:
+    """Raises ValueError unless an engine of so many processes, one a GPU, can use the GPUs; 0 reserves none."""
+    if gpus and gpus != processes and not (processes == 1 and gpus < 1):
+        share = ", or a share of one GPU" if processes == 1 else ""
+        raise ValueError(
+            f"resources.{name} ({gpus:g}) must be {processes}{share}: {made_by} makes {processes} process(es), one a GPU"
+        )
 
 
 class TrainConfig(Config):
     """A training run."""
 
-    run: str | None = None
+    run: Name | None = None
     """The run's name. The same name resumes the run. Null: made from the flow run's name, so each start is a new run."""
     store: URL = "outputs/store"
     """Root of the artifact store: a folder or s3://bucket/prefix."""
@@ -153,6 +174,11 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt ({self.rollout.samples_per_prompt}) must be at least 2: reward.advantage "
+                f"{self.reward.advantage} compares the samples of a prompt with each other, and one alone teaches nothing"
+            )
         context = self.rollout.max_model_len
         if context is not None and self.sync.probe_length >= context:
             raise ValueError(
@@ -164,6 +190,9 @@ class TrainConfig(Config):
                 "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true, or "
                 "resources.rollout_gpus and resources.update_gpus"
             )
+        emulated = self.precision == "mxfp8" and self.mxfp8.emulation and self.mxfp8.train
+        if emulated and self.update.parallel.sequence:
+            raise ValueError("mxfp8.emulation does not work with update.parallel.sequence: turn one of them off")
         if self.policy == "lora" and self.update.router_bias_rate:
             raise ValueError(
                 "update.router_bias_rate changes the base model's routers, which policy lora does not serve"
@@ -176,6 +205,8 @@ class TrainConfig(Config):
             )
         if self.update.replay == "rollout" and self.rollout.routes == "off":
             raise ValueError("update.replay is rollout, but rollout.routes is off; set it to auto")
+        check_gpus("rollout_gpus", self.resources.rollout_gpus, self.rollout.workers, "rollout.*_parallel_size")
+        check_gpus("update_gpus", self.resources.update_gpus, self.update.parallel.processes, "update.parallel")
         return self
 
     @property
@@ -198,7 +229,13 @@ class TrainConfig(Config):
         if self.trained_lora is not None:
             check_targets(self.trained_lora, shapes)
         if self.used_mxfp8 is not None:
-            quantized_names(shapes, self.used_mxfp8)
+            names = quantized_names(shapes, self.used_mxfp8)
+            parallel, engine = self.update.parallel, self.rollout.tensor_parallel_size
+            if self.used_mxfp8.train:
+                sizes = (parallel.tensor, parallel.expert_tensor)
+                check_shards(names, shapes, "update.parallel.tensor", *sizes, outputs=True)
+            of_experts = 1 if self.rollout.engine.get("enable_expert_parallel") else engine
+            check_shards(names, shapes, "rollout.tensor_parallel_size", engine, of_experts, outputs=False)
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""
@@ -208,7 +245,7 @@ class TrainConfig(Config):
 class VersionConfig(Config):
     """A policy version of a run, and how it is evaluated."""
 
-    run: str
+    run: Name
     """The run's name."""
     store: URL = "outputs/store"
     """Root of the artifact store that has the run."""
@@ -234,16 +271,16 @@ class EvaluateConfig(VersionConfig):
 
     baseline: int | None = Field(0, ge=0)
     """The version to compare with, prompt by prompt. Null: none."""
-    baseline_run: str | None = None
+    baseline_run: Name | None = None
     """The run that has the baseline; it must have started from the same model. Null: the same run."""
 
 
 class PublishConfig(VersionConfig):
     """A policy version that becomes a Hugging Face folder and a version of a registered model."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     """The registered model in MLflow. Null: the name of the run's model."""
-    alias: str = Field("champion", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    alias: str = Field("champion", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,127}$")
     """The alias that a promoted version gets."""
     minimum_gain: float = Field(0.0, ge=-1, le=1)
     """A version is promoted if the lower end of the interval of its gain in accuracy over the alias's holder (if there is
@@ -260,6 +297,17 @@ class PublishConfig(VersionConfig):
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's booleans: `off`, `on`, `yes` and `no` are words, as settings use them."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """YAML asks for distinct keys; PyYAML takes the last one of a name."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ComposerError(problem=f"key {key.value!r} is given twice, on lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -283,9 +331,13 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
     try:
-        values = yaml.load(path.read_text(), Loader=_Loader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except OSError as error:
+        raise BadInput(f"profile {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
         raise BadInput(f"profile {path}: not YAML: {' '.join(str(error).split())}") from None
+    if values is None:  # an empty file
+        values = {}
     if not isinstance(values, dict):
         raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
     return parse_config(TrainConfig, apply_overrides(values, overrides or []), source=os.fspath(path.name))
@@ -300,7 +352,7 @@ def parse_config[C: Config](kind: type[C], values: dict[str, Any], source: str) 
 
 
 def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """`values` with each `path.to.key=value` put in its place; values are YAML."""
+    """`values` with each `path.to.key=value` put in its place, the last of a path counts; values are YAML."""
     for override in overrides:
         _override(values, override)
     return values
@@ -318,7 +370,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         values = child
     try:
         values[last] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         reason = getattr(error, "problem", None) or "not YAML"
         raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
 

@@ -8,6 +8,7 @@ from prefect.runtime import flow_run
 
 from flows import report
 from flows.config import EvaluateConfig
+from flows.failures import tell_failure
 from flows.intervals import Estimate, estimate, paired_gain, reward_by_prompt
 from flows.prepare import dataset_of, split_size
 from flows.session import Session, open_session
@@ -21,7 +22,7 @@ from infra.run import Run
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
-from tasks.reward.task import score_rollouts
+from tasks.reward.task import check_reward, score_rollouts
 from tasks.rollout.task import generate_rollouts
 
 
@@ -56,7 +57,10 @@ class Evaluation(Config):
     """Accuracy minus the baseline's, paired by prompt."""
 
 
-@flow(name="evaluate", flow_run_name="evaluate {config.run}", persist_result=False)
+@flow(
+    name="evaluate", flow_run_name="evaluate {config.run}", persist_result=False,
+    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
+)  # fmt: skip
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Evaluate a policy version of a run, against a baseline version; returns an `Evaluation`.
 
@@ -91,6 +95,8 @@ def compare_versions(
             dataset_of(session.run.store, other_dataset, session.model),
             config.reward.model_copy(update={"weights": {}}),
         )
+    split_size(dataset, evaluation.split)
+    check_reward(reward or config.reward, dataset, evaluation.split)
     scored, policies, numbers = [], [], []
     for one in (version, baseline) if baseline else (version,):
         policies.append(policy_of(session, one))

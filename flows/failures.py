@@ -1,4 +1,4 @@
-"""When a training flow does not end well: what to do is said, as an event and as a page; a crash loop is ended."""
+"""When a flow run does not end well: what to do is said, as an event and as a page; a crash loop is ended."""
 
 from typing import Any
 
@@ -8,69 +8,95 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.runtime import flow_run as this_flow_run
 
+from environments import short_name
 from flows import report
 from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
-from infra.events import RunFailed, emit
+from infra.events import DatasetFailed, EvaluationFailed, Failure, PublicationFailed, RunFailed, emit
 from infra.run import Run
 from infra.store import Store
+from tasks.dataset.config import DatasetConfig
 
 MAX_STARTS = 5
 """Automatic starts of a flow run that commit nothing, after which it is not started again."""
 
-ADVICE: list[tuple[type[BaseException], str]] = [
-    (BadInput, "Change what the message names. Nothing was lost; a run of this name goes on where it stands."),
-    (
-        Corrupted,
-        "A stored file is damaged. Delete that artifact's folder: the stage is then made again from its inputs.",
-    ),
-    (
-        OutOfMemory,
-        "Lower update.microbatch_tokens, rollout.max_model_len or rollout.kv_cache_gib, or take a larger machine.",
-    ),
-    (Transient, "The store, the network or an engine kept failing. Look at them, then start the same run name again."),
-]
-OTHERWISE = "The log has the traceback. Start the same run name again: it goes on from the last committed step."
-CRASHED = (
-    "The process ended without a word: killed, out of memory, or its machine is gone. The automation `policyflow: resume "
-    "crashed runs` starts it again; by hand: retry the flow run, or start the same run name."
+DAMAGED = "A stored file is damaged. Delete that artifact's folder: the stage is then made again from its inputs."
+AGAIN = "Start it again with the same parameters: what is in the store is not made again."
+TRAIN_AGAIN = "Start the same run name again: it goes on from the last committed step."
+RETRY = "by hand: retry the flow run, or start it again with the same parameters."
+# A run keeps the settings that it was started with, its engines' included.
+LARGER = "Take a larger machine: the engines have the settings that the run was started with."
+SMALLER = (
+    "Go on with this run on a larger machine, or start another one with a lower update.microbatch_tokens, "
+    "rollout.max_model_len or rollout.kv_cache_gib."
 )
-CANCELLED = "Start the same run name to go on from the last committed step."
+CRASHED = "The process ended without a word: killed, out of memory, or its machine is gone."
+RESUMED = "The automation `policyflow: resume crashed runs` starts it again;"
 
 
-def advice(state_name: str, error: Any) -> str:
-    """What a person should do about a flow run that ended in the state, with the exception (None: not known)."""
+def advice(flow: str, state_name: str, error: Any) -> str:
+    """What a person should do about a run of `flow` that ended in the state, with the exception (None: not known)."""
+    training = flow == "train"
+    again = TRAIN_AGAIN if training else AGAIN
     if state_name.startswith("Cancel"):
-        return CANCELLED
+        return again
     if state_name == "Crashed":
-        return CRASHED
-    return next((text for kind, text in ADVICE if isinstance(error, kind)), OTHERWISE)
+        return f"{CRASHED} {RESUMED} {RETRY}" if training else f"{CRASHED} {again}"
+    by_cause: list[tuple[type[BaseException], str]] = [
+        (BadInput, f"Change what the message names; nothing was lost. {again}"),
+        (Corrupted, DAMAGED),
+        (OutOfMemory, SMALLER if training else LARGER),
+        (Transient, f"The store, the network or an engine kept failing: look at them first. {again}"),
+    ]
+    return next((text for kind, text in by_cause if isinstance(error, kind)), f"The log has the traceback. {again}")
 
 
 def tell_failure(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """A state hook: the event `run.failed` and a page on the flow run. It runs in the worker when the flow was killed."""
-    name, store = run_of(flow_run.parameters, str(flow_run.id))
+    """A state hook: an event and a page on the flow run. It runs in the worker when the flow was killed."""
     end = "Cancelled" if state.is_cancelling() else state.name or ""  # the worker's hook runs before it is Cancelled
     error = state.result(raise_on_failure=False) if state.is_failed() else None
     reason = " ".join(str(error or state.message or end).split())[:1000]
-    what_to_do = advice(end, error)
-    try:
-        head = Run(store=Store.at(store).url, name=name).head()
-    except Exception:  # the store may be what failed
-        head = None
-    step = head.step if head else None
-    emit(RunFailed(run=name, store=store, state=end, reason=reason, advice=what_to_do, step=step))
+    failure = failure_of(
+        flow.name, flow_run.parameters, str(flow_run.id),
+        state=end, reason=reason, advice=advice(flow.name, end, error),
+    )  # fmt: skip
+    emit(failure)
+    key, title = page_of(failure)
     page = ArtifactCreate(
-        key=f"{report.artifact_key(name)}-failure", type="markdown", flow_run_id=flow_run.id,
-        description=f"Why {name} ended", data=report.failure_markdown(name, end, reason, what_to_do, step),
+        key=key, type="markdown", flow_run_id=flow_run.id, description=f"Why {title} ended",
+        data=report.failure_markdown(title, failure),
     )  # fmt: skip
     with get_client(sync_client=True) as client:
         client.create_artifact(page)
 
 
+def failure_of(flow: str, parameters: dict[str, Any], flow_run_id: str, **what: str) -> Failure:
+    """The event of a flow run of `flow` that ended; `what` holds its state, reason and advice."""
+    if flow == "prepare":
+        dataset = _settings(parameters, "dataset")
+        environment = dataset.get("environment") or DatasetConfig().environment
+        store = parameters.get("store") or "outputs/store"
+        name = parameters.get("name") or short_name(environment)
+        return DatasetFailed(name=name, environment=environment, store=store, **what)
+    run, store = run_of(parameters, flow_run_id)
+    if flow == "train":
+        return RunFailed(run=run, store=store, step=_committed(run, store), **what)
+    kind = EvaluationFailed if flow == "evaluate" else PublicationFailed
+    return kind(run=run, store=store, version=_settings(parameters, "config").get("version"), **what)
+
+
+def page_of(failure: Failure) -> tuple[str, str]:
+    """(key, title) of the page about a failure: a key a kind, so that one flow's page does not hide another's."""
+    _, name = failure.resource()
+    words: dict[type[Failure], str] = {
+        RunFailed: "Run", EvaluationFailed: "Evaluation of", PublicationFailed: "Publishing", DatasetFailed: "Dataset",
+    }  # fmt: skip
+    kind = "" if isinstance(failure, RunFailed) else f"-{failure.event.partition('.')[0]}"
+    return f"{report.artifact_key(name)}{kind}-failure", f"{words[type(failure)]} {name}"
+
+
 def run_of(parameters: dict[str, Any], flow_run_id: str) -> tuple[str, str]:
-    """(run, store) that a train flow run is about: names are made from the flow run's id where none is given."""
-    config = parameters.get("config") or {}
-    config = config if isinstance(config, dict) else config.model_dump()
+    """(run, store) that a flow run is about: a train run's name is made from the flow run's id where none is given."""
+    config = _settings(parameters, "config")
     return config.get("run") or default_run(flow_run_id), config.get("store") or "outputs/store"
 
 
@@ -91,3 +117,18 @@ def end_crash_loop(run: Run, step: int) -> None:
             "look at the log and at the machine's memory before you start it again"
         )
     run.write_json("restarts.json", {"step": step, "starts": starts})
+
+
+def _committed(run: str, store: str) -> int | None:
+    """Steps that are committed; None: nothing is, or nobody knows."""
+    try:
+        head = Run(store=Store.at(store).url, name=run).head()
+    except Exception:  # the store may be what failed
+        return None
+    return head.step if head else None
+
+
+def _settings(parameters: dict[str, Any], name: str) -> dict[str, Any]:
+    """A parameter as the server has it (JSON) or as the flow was called (a model); empty where there is none."""
+    value = parameters.get(name) or {}
+    return value if isinstance(value, dict) else value.model_dump()

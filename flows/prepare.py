@@ -1,15 +1,17 @@
 """The prepare flow: a source of problems becomes a dataset artifact, and whoever waits for it is told."""
 
-import re
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
+from environments import environment_reference, short_name
 from flows import report
+from flows.failures import tell_failure
 from flows.session import home
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.assets import record_asset
+from infra.config import URL, Name
 from infra.credentials import use_credentials
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
@@ -19,13 +21,18 @@ from infra.run import Run, Stage
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
+from tasks.reward.config import RewardConfig
+from tasks.reward.task import check_reward
 
 
-@flow(name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False)
+@flow(
+    name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False,
+    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
+)  # fmt: skip
 def prepare(
     dataset: DatasetConfig,
-    store: str = "outputs/store",
-    name: str | None = None,
+    store: URL = "outputs/store",
+    name: Name | None = None,
     model: str | None = None,
     credentials: str | None = None,
 ) -> dict[str, Any]:
@@ -39,8 +46,10 @@ def prepare(
         credentials: Name of a Prefect Secret block with environment variables. Null: the environment as it is.
     """
     use_credentials(credentials)
-    folder = None if model is None else str(prepare_model(model, home() / "models"))
+    counted = model is not None and dataset.max_prompt_tokens is not None
+    folder = str(prepare_model(model, home() / "models")) if counted else None
     ref = dataset_of(Store.at(store).url, dataset, folder)
+    check_reward(RewardConfig(), ref, "train")
     announce(ref, name or short_name(dataset.environment), dataset.environment)
     return ref.model_dump()
 
@@ -91,7 +100,6 @@ def check_dataset(dataset: ArtifactRef, environment: str) -> None:
     A prompt's row says which environment scores it, and environments are code: rows of another environment than the one
     that the settings name are refused.
     """
-    from environments import environment_reference
     from infra.records import PROMPT, validate
 
     if dataset.kind != "dataset":
@@ -110,8 +118,3 @@ def split_size(dataset: ArtifactRef, split: str) -> int:
     if not counts.get(split):
         raise BadInput(f"dataset {dataset.uri}: no prompts in split {split!r}; it has {counts}")
     return counts[split]
-
-
-def short_name(environment: str) -> str:
-    """An environment's name or path as a name for keys and events."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", environment.rstrip("/").rpartition("/")[2])

@@ -12,10 +12,13 @@ import sys
 from flows.config import parse_config
 from flows.prepare import dataset_of
 from infra.artifacts import open_artifact
+from infra.config import check_name
 from infra.errors import BadInput
 from infra.events import DatasetReady, emit
 from infra.store import Store
 from tasks.dataset.config import DatasetConfig
+from tasks.reward.config import RewardConfig
+from tasks.reward.task import check_reward
 
 
 def main() -> int:
@@ -29,8 +32,10 @@ def main() -> int:
 
     settings = {"environment": arguments.environment, "source": "files", "path": arguments.file}
     try:
+        check_name(arguments.name)
         store = Store.at(arguments.store).url
         dataset = dataset_of(store, parse_config(DatasetConfig, settings, source="dataset"))
+        check_reward(RewardConfig(), dataset, "train")
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

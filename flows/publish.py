@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from flows import report
 from flows.config import PublishConfig
 from flows.evaluate import Evaluation, announce, compare_versions, require_one_model, tell
+from flows.failures import tell_failure
 from flows.session import Session, open_session
 from flows.versions import Version, find_version, run_config
 from infra.actors import EngineSpec
@@ -38,7 +39,10 @@ UNQUANTISED = 5.0
 """The same where the engine that trained multiplied in MXFP8 and transformers, with the same weights, does not."""
 
 
-@flow(name="publish", flow_run_name="publish {config.run}", persist_result=False)
+@flow(
+    name="publish", flow_run_name="publish {config.run}", persist_result=False,
+    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
+)  # fmt: skip
 def publish(config: PublishConfig) -> dict[str, Any]:
     """Publish a policy version of a run; returns where it lies, its registry version, and whether it was promoted."""
     use_credentials(config.credentials)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from infra.artifacts import ArtifactRef, open_artifact
+from infra.events import Failure, RunFailed
 
 if TYPE_CHECKING:
     from flows.evaluate import Evaluation
@@ -210,10 +211,14 @@ def dataset_markdown(name: str, ref: ArtifactRef, metadata: dict[str, Any], samp
     return "\n".join([*lines, "", f"Artifact: `{ref.uri}`", "", f"Digest: `{ref.digest}`"])
 
 
-def failure_markdown(run: str, state: str, reason: str, advice: str, step: int | None) -> str:
-    """The page of a run that did not end well: why, and what to do."""
+def failure_markdown(title: str, failure: Failure) -> str:
+    """The page of a flow run that did not end well: why, and what to do."""
+    page = f"# {title}: {failure.state}\n\n{_cell(failure.reason, 1000)}\n\n**What to do:** {failure.advice}"
+    if not isinstance(failure, RunFailed):
+        return page
+    step = failure.step
     committed = "nothing is committed yet" if step is None else f"{step} steps are committed and are not done again"
-    return f"# Run {run}: {state}\n\n{_cell(reason, 1000)}\n\n**What to do:** {advice}\n\nOf this run, {committed}."
+    return f"{page}\n\nOf this run, {committed}."
 
 
 def publication_markdown(lineage: dict[str, str], result: dict[str, Any], evaluation: "Evaluation") -> str:

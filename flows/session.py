@@ -10,6 +10,8 @@ from typing import Any
 
 from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
+from infra.adapters import base_name
+from infra.capacity import require_room
 from infra.errors import BadInput
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
@@ -68,6 +70,7 @@ class Session:
             factory="tasks.update.resident:ResidentTrainer",
             settings={
                 "model": self.model,
+                "model_name": base_name(config.model),
                 "config": config.update.model_dump(mode="json") | {"microbatch_tokens": microbatch},
                 "seed": config.seed,
                 "store": run.store,
@@ -77,6 +80,7 @@ class Session:
             follow="tasks.update.resident:follow",
             environment=self._environment(),
             gpus=self.config.resources.update_gpus,
+            memory_gib=self.config.resources.update_memory_gib,
         )
 
     def ack_stage(self, head: Head) -> Stage:
@@ -92,6 +96,14 @@ class Session:
             pids = [Engine(spec).load(self.config.timeouts.load_s) for spec in self.started]
         self.progress.line("engines: vLLM in process {}, Megatron in process {}".format(*pids))
 
+    def start_alone(self, spec: EngineSpec) -> None:
+        """Make room for an engine that the next call loads: in a visit, two need not fit at once."""
+        for other in [one for one in self.started if one != spec]:
+            self.stop(other)
+        if spec not in self.started:
+            require_room([spec])
+            self.started.append(spec)
+
     def stop(self, spec: EngineSpec) -> None:
         """End an engine that is not needed any more."""
         Engine(spec).stop()
@@ -101,6 +113,13 @@ class Session:
         """End every engine; a call after this loads a new one."""
         for spec in list(self.started):
             self.stop(spec)
+
+    def engines_at_once(self, training: bool) -> list[list[EngineSpec]]:
+        """Which engines run at the same time, in each part of a training run, or of a visit."""
+        if not training:
+            return [[self.rollout_engine]]
+        verified = [[self.rollout_engine, self.fresh_engine]] if self.config.sync.verify_fresh else []
+        return [[self.rollout_engine, self.trainer], *verified]
 
     def _engine(self, name: str) -> EngineSpec:
         return EngineSpec(
@@ -114,6 +133,7 @@ class Session:
             follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
+            memory_gib=self.config.resources.rollout_memory_gib,
         )
 
     def _environment(self) -> dict[str, str]:
@@ -138,15 +158,15 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     """Check the input, claim or resume the run; afterwards free every process that was started. Ray and the engines start
     with the first call.
 
-    With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, and
-    the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with the model, the store or the run's
-    name, before anything starts.
+    With `visit`, a name of its own, the flow works beside whoever trains the run: its engines do not meet the run's, they
+    are loaded one after the other, and the run's state in MLflow is left alone. Raises BadInput for whatever is wrong with
+    the model, the store, the resources or the run's name, before anything starts.
     """
     store = Store.at(config.store).url
     model = prepare_model(config.model, home() / "models")
     config.check_model(model)
     run = Run(store=store, name=run_name)
-    digest = fingerprint(model)
+    digest, vocabulary = fingerprint(model), vocab_size(model)
     resumed = run.open(config.identity() | {"model_fingerprint": digest})
     progress = Progress()
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
@@ -154,10 +174,12 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     tracker = Tracker(uri, config.tracking.experiment, run_name, store, parameters, owns_status=visit is None)
     names = f"{run_name}/{visit}" if visit else run_name
     microbatch = fitting_microbatch(run, config)
-    session = Session(config, run, str(model), digest, vocab_size(model), resumed, progress, tracker, names, microbatch)
+    session = Session(config, run, str(model), digest, vocabulary, resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
-        with session.holds, held_slots(config.resources.slots, config.resources.slots_needed()):
+        for engines in session.engines_at_once(training=visit is None):
+            require_room(engines)
+        with session.holds, held_slots(config.resources.slots, config.resources.slots_needed(at_once=visit is None)):
             try:
                 yield session
             finally:

@@ -31,8 +31,8 @@ from infra.credentials import use_credentials
 from infra.run import Head
 from tasks.dataset.batches import step_rows
 from tasks.dataset.task import commit_demonstrations
-from tasks.reward.task import check_weights, score_rollouts
-from tasks.rollout.task import generate_rollouts
+from tasks.reward.task import check_reward, score_rollouts
+from tasks.rollout.task import check_lengths, generate_rollouts
 from tasks.sync.retention import drop_old_versions
 from tasks.sync.task import publish_policy, sync_engine, verify_against_fresh_engine
 from tasks.update.task import commit_base, finish_checkpoint, update_policy, warm_start_policy
@@ -59,12 +59,10 @@ def train(config: TrainConfig, dataset: ArtifactRef | None = None) -> dict[str, 
     with open_session(config, config.run or default_run(str(flow_run.id))) as session:
         head = session.run.head()
         end_crash_loop(session.run, head.step if head else 0)
+        dataset = run_dataset(session.run, config.dataset, dataset, session.model, config.timeouts.dataset_s)
         if report := finished_report(session):
             return report
-        dataset = run_dataset(session.run, config.dataset, dataset, session.model, config.timeouts.dataset_s)
-        check_weights(config.reward, dataset)
-        for split in ("train", config.evaluation.split):
-            split_size(dataset, split)
+        check_dataset_use(session, dataset)
         demonstrations = demonstrations_of(session, dataset)
         session.load_engines()
         base = first_version(session, demonstrations)
@@ -89,6 +87,22 @@ def train(config: TrainConfig, dataset: ArtifactRef | None = None) -> dict[str, 
                     policy=head.policy, ack=ack, vocab_size=session.vocab_size,
                 )  # fmt: skip
         return recorder.finish(head)
+
+
+def check_dataset_use(session: Session, dataset: ArtifactRef) -> None:
+    """BadInput when the run cannot be trained or evaluated on the dataset, before an engine is loaded for it."""
+    config = session.config
+    splits = {split: split_size(dataset, split) for split in ("train", config.evaluation.split)}
+    check_reward(config.reward, dataset, *splits)
+    per_step = config.rollout.prompts_per_step
+    steps = (step_rows(splits["train"], per_step, config.seed, step) for step in range(config.steps))
+    evaluated = list(range(splits[config.evaluation.split]))[: config.evaluation.prompts]
+    for split, calls in (("train", steps), (config.evaluation.split, [evaluated])):
+        dropped = check_lengths(config.rollout, session.model, dataset, split, calls)
+        if dropped:
+            session.progress.line(
+                f"{dropped} of {splits[split]} prompts of split {split} are too long for rollout.max_model_len and left out"
+            )
 
 
 def demonstrations_of(session: Session, dataset: ArtifactRef) -> ArtifactRef | None:

@@ -63,7 +63,7 @@ def policy_of(session: Session, version: Version) -> ArtifactRef:
     if done := stage.committed():
         return done
     trainer = session.trainer_of(run, session.config if run == session.run else _config_of(run, session.config))
-    session.started.append(trainer)
+    session.start_alone(trainer)
     with session.progress.waiting(f"making version {version.number} of {run.name} again"):
         made = publish_policy(
             stage, trainer, session.config.sync,

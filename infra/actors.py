@@ -40,6 +40,12 @@ class EngineSpec(Config):
     """CPU cores that Ray reserves. Engines take turns, so this is a reservation, not a limit."""
     gpus: float = 0
     """GPUs that Ray reserves."""
+    memory_gib: float | None = None
+    """Memory that Ray reserves on the actor's node, GiB. None: none. It is no limit either."""
+
+    def reservation(self) -> dict[str, float]:
+        """What Ray reserves, by its names: CPU (cores), GPU, memory (bytes)."""
+        return {"CPU": self.cpus, "GPU": self.gpus, "memory": int((self.memory_gib or 0) * 2**30)}
 
 
 class EngineLost(Transient):
@@ -111,6 +117,7 @@ def _sigterm_left_alone() -> Iterator[None]:
 def start_ray(address: str | None = None) -> None:
     """Join the cluster at `address` or RAY_ADDRESS, else start Ray in this process tree; a no-op when it runs."""
     import ray
+    from ray._common.utils import get_system_memory
 
     if ray.is_initialized():
         return
@@ -126,6 +133,8 @@ def start_ray(address: str | None = None) -> None:
         return
     # Big values go through the store, so the object store can be small; the dashboard costs 200 MB.
     quiet |= {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 128 * 1024**2}
+    # What engines may reserve is the machine's (or the container's), not what happens to be free just now.
+    quiet |= {"_memory": get_system_memory()}
     for attempt in range(START_ATTEMPTS):
         try:
             ray.init("local", **quiet)  # never the remains of a killed run's Ray
@@ -157,8 +166,9 @@ class Engine:
             return _handles[self.spec.name]
         start_ray()
         options = {"name": self.spec.name, "namespace": NAMESPACE, "get_if_exists": True, "max_restarts": 0}
+        reserved = self.spec.reservation()
         actor = ray.remote(Resident).options(
-            num_cpus=self.spec.cpus, num_gpus=self.spec.gpus, max_concurrency=1, **options
+            num_cpus=reserved["CPU"], num_gpus=reserved["GPU"], memory=reserved["memory"], max_concurrency=1, **options
         )
         _handles[self.spec.name] = actor.remote(self.spec)
         return _handles[self.spec.name]
@@ -215,6 +225,8 @@ class Engine:
         import ray
 
         _handles.pop(self.spec.name, None)
+        if not ray.is_initialized():  # nothing was started; to ask Ray would start it
+            return
         try:
             ray.kill(ray.get_actor(self.spec.name, namespace=NAMESPACE), no_restart=True)
         except ValueError:

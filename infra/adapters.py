@@ -121,6 +121,13 @@ def peft_config(config: LoraConfig, names: Iterable[str], base: str = "") -> dic
     }
 
 
+def base_name(model: str) -> str:
+    """What adapter_config.json calls the base model: as the settings do, or, where that is a place on this machine, its
+    folder. Equal runs on two machines then publish equal versions."""
+    path = Path(model)
+    return path.name if path.is_absolute() or model.startswith("~") else model
+
+
 def module_of(name: str) -> str:
     """The base model's module that a tensor of an adapter belongs to. BadInput for any other name."""
     match = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_[AB]\.weight", name)

@@ -2,14 +2,22 @@
 
 import hashlib
 import json
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from infra.errors import BadInput
+
+_USERINFO = re.compile(r"://(?:[^/]*@|.*:.*@)", re.DOTALL)  # a password may have slashes in it
+_SECRET = re.compile(
+    r"[?&;#](?:[^=&;]*(?:passw|pwd|secret|token|signature|credential|api[-_]?key|access[-_]?key)[^=&;]*|sig)=", re.I
+)
+
 
 def _without_secrets(url: str | None) -> str | None:
     """Parameters are stored and shown by Prefect and MLflow: a password in a URL would be everyone's."""
-    if url and "@" in url.partition("://")[2].partition("/")[0]:
+    if url and (_USERINFO.search(url) or _SECRET.search(url)):
         raise ValueError(
             "credentials in a URL are shown to everyone who sees the run; keep them in the environment "
             "(AWS_SECRET_ACCESS_KEY, MLFLOW_TRACKING_PASSWORD, ...) or in a Prefect Secret block named by `credentials`"
@@ -19,6 +27,19 @@ def _without_secrets(url: str | None) -> str | None:
 
 URL = Annotated[str, AfterValidator(_without_secrets)]
 """A setting that may be a URL, without credentials in it."""
+
+
+def check_name(name: str | None) -> str | None:
+    """A name for keys, events and pages. Raises BadInput for what is none."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise BadInput(
+            f"{name[:80]!r} is no name; use letters, digits, '.', '_' and '-', at most 63, the first a letter or digit"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(check_name)]
+"""A setting that names a run or a dataset."""
 
 
 class Config(BaseModel):

@@ -7,7 +7,10 @@ evaluation.finished   policyflow.run.<run>             a version has been evalua
 policy.published      policyflow.model.<name>          a version is a model folder and in the registry
 policy.promoted       policyflow.model.<name>          a published version has got the alias
 run.finished          policyflow.run.<run>             a training run is complete
-run.failed            policyflow.run.<run>             a flow run of it failed, crashed or was cancelled
+run.failed            policyflow.run.<run>             a flow run that trained it failed, crashed or was cancelled
+evaluation.failed     policyflow.run.<run>             a flow run that evaluated a version of it did
+publication.failed    policyflow.run.<run>             a flow run that published a version of it did
+dataset.failed        data.dataset.<name>              a flow run that prepared it did
 engine.memory         policyflow.run.<run>             the trainer ran out of memory; its microbatch was halved
 
 Payloads are small JSON, never data and never credentials. `python -m infra.events` prints their JSON schemas.
@@ -149,10 +152,8 @@ class RunFinished(RunEvent):
     """Held-out accuracy of the final version."""
 
 
-class RunFailed(RunEvent):
-    """A flow run of a training run failed, crashed or was cancelled."""
-
-    event: ClassVar[str] = "run.failed"
+class Failure(Event):
+    """A flow run failed, crashed or was cancelled."""
 
     state: str
     """Failed, Crashed or Cancelled."""
@@ -160,8 +161,47 @@ class RunFailed(RunEvent):
     """What happened, one line."""
     advice: str
     """What to do."""
+
+
+class RunFailed(RunEvent, Failure):
+    """A flow run of a training run did not end well."""
+
+    event: ClassVar[str] = "run.failed"
+
     step: int | None = None
     """Steps that are committed, from which the run goes on."""
+
+
+class EvaluationFailed(RunEvent, Failure):
+    """An evaluation did not end well."""
+
+    event: ClassVar[str] = "evaluation.failed"
+
+    version: int | None = None
+    """The version's number; null: the last committed one was asked for."""
+
+
+class PublicationFailed(RunEvent, Failure):
+    """A publication did not end well."""
+
+    event: ClassVar[str] = "publication.failed"
+
+    version: int | None = None
+    """The version's number; null: the last committed one was asked for."""
+
+
+class DatasetFailed(Failure):
+    """A dataset was not prepared."""
+
+    event: ClassVar[str] = "dataset.failed"
+    about: ClassVar[tuple[str, str]] = ("data.dataset", "name")
+
+    name: str
+    """The dataset's name."""
+    environment: str
+    """The environment that would score its responses."""
+    store: str
+    """Root of the store that would have it."""
 
 
 class EngineMemory(RunEvent):
@@ -176,7 +216,8 @@ class EngineMemory(RunEvent):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    DatasetReady, PolicyCommitted, EvaluationFinished, PolicyPublished, PolicyPromoted, RunFinished, RunFailed, EngineMemory
+    DatasetReady, PolicyCommitted, EvaluationFinished, PolicyPublished, PolicyPromoted, RunFinished,
+    RunFailed, EvaluationFailed, PublicationFailed, DatasetFailed, EngineMemory,
 )  # fmt: skip
 
 

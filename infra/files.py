@@ -1,5 +1,6 @@
 """file:// for infra/store.py: names appear by link or rename when their content is on the disk, never before."""
 
+import errno
 import fcntl
 import mmap
 import os
@@ -10,6 +11,9 @@ from contextlib import contextmanager, suppress
 
 from infra.errors import BadInput
 from infra.store import Buffer
+
+_NO_PLACE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP}
+"""What the system says of a path under which nothing can ever be written."""
 
 
 class Files:
@@ -129,9 +133,15 @@ def _make_folder(folder: str) -> None:
         return
     parent = os.path.dirname(folder)
     _make_folder(parent)
-    with suppress(FileExistsError):
+    try:
         os.mkdir(folder)
-        _sync_folder(parent)
+    except FileExistsError:
+        return
+    except FileNotFoundError:  # as /proc says
+        if not os.path.isdir(parent):
+            raise
+        raise BadInput(f"file://{folder}: no folder can be made in {parent}; choose another store") from None
+    _sync_folder(parent)
 
 
 def _sync_folder(folder: str) -> None:
@@ -150,3 +160,7 @@ def _access(path: str) -> Generator[None]:
         raise BadInput(f"file://{path}: permission denied; give this user access or choose another store") from error
     except (NotADirectoryError, IsADirectoryError) as error:
         raise BadInput(f"file://{path}: there is a file where the key needs a folder, or the reverse") from error
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise
+        raise BadInput(f"file://{path}: {os.strerror(error.errno)}; choose another store or a shorter name") from error

@@ -26,6 +26,8 @@ SCALE = "_scale"
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that Megatron and vLLM hold as one matrix."""
+_SPLIT_ALONG_INPUTS = ("o_proj", "down_proj")
+"""Projections whose inputs tensor parallelism splits; of all others it splits the outputs."""
 
 
 class Mxfp8Config(Config):
@@ -137,6 +139,32 @@ def quantized_names(shapes: Mapping[str, tuple[int, ...]], config: Mxfp8Config) 
             )
     _check_fused(set(names), shapes)
     return names
+
+
+def check_shards(
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    setting: str,
+    size: int,
+    expert_size: int,
+    outputs: bool,
+) -> None:
+    """BadInput when tensor parallelism cuts blocks: a rank would scale what it has of them otherwise than a version does.
+
+    `names`: the quantised tensors; `size`: processes that `setting` splits each over, and `expert_size` an expert's;
+    `outputs`: whether outputs are contracted too, as a backward pass does.
+    """
+    for name in names:
+        ranks = expert_size if ".experts." in name else size
+        along_inputs = name.removesuffix(".weight").rpartition(".")[2] in _SPLIT_ALONG_INPUTS
+        length = shapes[name][1 if along_inputs else 0]
+        if length % (ranks * BLOCK) and (along_inputs or outputs):
+            fits = [str(n) for n in range(1, 65) if length % (n * BLOCK) == 0]
+            raise BadInput(
+                f"precision mxfp8, {setting} {size}: the {length} {'inputs' if along_inputs else 'outputs'} of {name} "
+                f"make {ranks} shards of {length / ranks:g}, and blocks are of {BLOCK}; it can be split over "
+                f"{', '.join(fits)}"
+            )
 
 
 def _matches(module: str, pattern: str) -> bool:

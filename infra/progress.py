@@ -1,6 +1,5 @@
 """What a run says while it runs: one line a step, and what it is waiting for."""
 
-import functools
 import sys
 import threading
 import time
@@ -18,7 +17,12 @@ def speaker() -> Callable[[str], None]:
         from prefect.logging import get_run_logger
 
         return get_run_logger().info
-    return functools.partial(print, flush=True)
+    return _print
+
+
+def _print(text: str) -> None:
+    """A line of its own, over what is being waited for."""
+    print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
 
 
 class Progress:
@@ -32,14 +36,14 @@ class Progress:
         self._waiting: tuple[str, float] | None = None
         self._reminded = 0.0
         self._say = speaker()
-        self._live = sys.stdout.isatty() and isinstance(self._say, functools.partial)
+        self._live = sys.stdout.isatty() and self._say is _print
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
         self._thread.start()
 
     def line(self, text: str) -> None:
         """Print one line."""
-        self._say(("\r\033[K" if self._live else "") + text)
+        self._say(text)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -9,12 +9,11 @@ runs/<run>/report.json                         what a person asks for first
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from infra.artifacts import ArtifactRef
-from infra.config import Config
+from infra.config import Config, check_name
 from infra.errors import BadInput, Transient
 from infra.store import Store
 
@@ -96,8 +95,10 @@ class Run(Config):
 
         Raises BadInput when the run exists with other settings, naming each that differs.
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.name):
-            raise BadInput(f"run: {self.name!r} is no run name; use letters, digits, '.', '_' and '-', at most 63")
+        try:
+            check_name(self.name)
+        except BadInput as error:
+            raise BadInput(f"run: {error}") from None
         store, key = Store.at(self.store), self._key("run.json")
         if store.create(key, json.dumps(settings, indent=1, sort_keys=True).encode()):
             return False

@@ -225,7 +225,7 @@ def _retry[T](path: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
-            fault = _classify(path, error)
+            fault = classify(path, error)
             if fault is error:
                 raise
             if not isinstance(fault, Transient) or attempt == ATTEMPTS - 1:
@@ -234,7 +234,7 @@ def _retry[T](path: str, call: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def _classify(path: str, error: Exception) -> Exception:
+def classify(path: str, error: Exception) -> Exception:
     """The fault to raise for an error of s3fs, botocore or aiohttp: itself when there is nothing to add."""
     import aiohttp
     from botocore import exceptions as boto

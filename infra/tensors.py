@@ -97,7 +97,11 @@ def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
 
 def checkpoint_dtypes(model_dir: str) -> dict[str, torch.dtype]:
     """{name: dtype} of the same."""
-    return {name: DTYPES[entry["dtype"]] for name, entry in _checkpoint_header(model_dir).items()}
+    header = _checkpoint_header(model_dir)
+    unknown = sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys())
+    if unknown:
+        raise BadInput(f"model folder {model_dir}: tensors of dtype {unknown[0]}; known are {', '.join(DTYPES)}")
+    return {name: DTYPES[entry["dtype"]] for name, entry in header.items()}
 
 
 def _checkpoint_header(model_dir: str) -> dict[str, dict[str, Any]]:

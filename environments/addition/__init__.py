@@ -1,6 +1,7 @@
 """Addition of two small numbers: enough for a 135M model to learn in minutes, and checkable to the digit."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,19 @@ class Addition:
             question = Message(role="user", content=f"What is {a} + {b}? Reply with the number only.")
             yield Problem(prompt=[question], answer=a + b)
 
-    def reward(self, response: str, answer: int, metadata: Mapping[str, Any]) -> float:
+    def parse_answer(self, answer: Any) -> float:
+        """A number, or a number's text: "12" of a CSV is 12."""
+        if isinstance(answer, bool) or not isinstance(answer, int | float | str):
+            raise ValueError("a number is expected")
+        try:
+            number = float(answer)
+        except ValueError:
+            raise ValueError("a number is expected") from None
+        if not math.isfinite(number):
+            raise ValueError("a finite number is expected")
+        return int(number) if number.is_integer() else number
+
+    def reward(self, response: str, answer: float, metadata: Mapping[str, Any]) -> float:
         """1.0 when the last number of the response is the sum (matching the whole text is too sparse to learn from)."""
         return 1.0 if last_number(response) == answer else 0.0
 

@@ -11,8 +11,8 @@ RUN apt-get update \
 WORKDIR /opt/policyflow
 # The lock first: the environment is its own layer, and a change of the code does not install it again. It is compiled
 # here: the user that runs it cannot write to /opt, so that every process would compile torch and vLLM anew.
-COPY requirements/gpu.txt requirements/gpu.txt
-RUN python3.12 -m venv /opt/venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir uv \
+COPY requirements/uv.txt requirements/gpu.txt requirements/
+RUN python3.12 -m venv /opt/venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir --require-hashes -r requirements/uv.txt \
     && /opt/uv/bin/uv pip sync --no-cache --compile-bytecode --python /opt/venv --require-hashes requirements/gpu.txt
 COPY pyproject.toml README.md prefect.yaml ./
 COPY flows flows

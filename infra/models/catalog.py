@@ -62,9 +62,10 @@ def prepare_model(name_or_path: str, dest: Path) -> Path:
 
 def check_model_folder(folder: Path) -> None:
     """Raises BadInput that says what the folder lacks to be a Hugging Face model, and what would be right."""
-    config = _config(folder)
-    if not config.get("architectures"):
+    architectures = _config(folder).get("architectures")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise BadInput(f'model {folder}: config.json names no architectures, e.g. ["LlamaForCausalLM"]')
+    vocab_size(folder)
     for shard in _shards(folder):
         _check_safetensors(folder / shard)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -75,14 +76,18 @@ def check_model_folder(folder: Path) -> None:
         raise BadInput(
             f"model {folder}: no tokenizer_config.json beside the tokenizer; save it with tokenizer.save_pretrained"
         )
+    for name in ("tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        if (folder / name).is_file():
+            _json_object(folder, name)
 
 
 def vocab_size(folder: Path) -> int:
-    """Rows of the model's embedding."""
+    """Rows of the model's embedding. Raises BadInput for a config that does not tell."""
     config = _config(folder)
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int):
-        raise BadInput(f"model {folder}: config.json has no vocab_size")
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise BadInput(f"model {folder}: config.json has no vocab_size, of itself or in text_config")
     return size
 
 
@@ -178,22 +183,27 @@ def _config(folder: Path) -> dict[str, Any]:
         gguf = sorted(p.name for p in folder.glob("*.gguf"))
         found = f"{gguf[0]} is GGUF: convert it with transformers" if gguf else "expected a Hugging Face model folder"
         raise BadInput(f"model {folder}: no config.json; {found}")
+    return _json_object(folder, path.name)
+
+
+def _json_object(folder: Path, name: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise BadInput(f"model {folder}: config.json is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"model {folder}: config.json is no JSON object")
-    return config
+        value = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"model {folder}: {name} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"model {folder}: {name} is no JSON object")
+    return value
 
 
 def _shards(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise BadInput(f"model {folder}: {index.name} has no weight_map") from None
+        names = _json_object(folder, index.name).get("weight_map")
+        # A weight file is one of this folder's: a path could lead anywhere.
+        if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
+            raise BadInput(f"model {folder}: {index.name} has no weight_map of tensors to files of the folder")
+        shards = sorted(set(names.values()))
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise BadInput(
@@ -213,8 +223,8 @@ def _check_safetensors(path: Path) -> None:
     size = path.stat().st_size
     try:
         header = _header(path)
-        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        end = max(_end_of(entry) for name, entry in header.items() if name != "__metadata__")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInput(f"model {path.parent}: {path.name} is no safetensors file, or only its beginning") from None
     with path.open("rb") as file:
         expected = 8 + struct.unpack("<Q", file.read(8))[0] + end
@@ -222,6 +232,17 @@ def _check_safetensors(path: Path) -> None:
         raise BadInput(
             f"model {path.parent}: {path.name} has {size:,} bytes, its header says {expected:,}; copy it again"
         )
+
+
+def _end_of(entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end. Raises ValueError, KeyError or TypeError for an entry that describes no tensor."""
+    begin, end = entry["data_offsets"]
+    numbers = [begin, end, *entry["shape"]]
+    if any(type(number) is not int or number < 0 for number in numbers) or not isinstance(entry["dtype"], str):
+        raise ValueError("no dtype, shape and offsets")
+    if begin > end or (begin == end) != (0 in entry["shape"]):
+        raise ValueError("as many bytes as the shape has elements")
+    return end
 
 
 def _header(path: Path) -> dict[str, Any]:

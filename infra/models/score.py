@@ -19,13 +19,14 @@ def main(folder: str) -> None:
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     AutoTokenizer.from_pretrained(folder)
+    digests = {name: policy.tensor_digest(tensor) for name, tensor in model.state_dict().items()}
+    model.float()  # the weights as they are; products in bf16 would add a difference that is nobody's fault
     logprobs = []
     with torch.inference_mode():
         for tokens in json.load(sys.stdin):
             ids_1T = torch.tensor([tokens])
             logits_TV = model(ids_1T).logits[0, :-1].float()
             logprobs.append(logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].tolist())
-    digests = {name: policy.tensor_digest(tensor) for name, tensor in model.state_dict().items()}
     print(json.dumps({"digests": digests, "logprobs": logprobs}))
 
 

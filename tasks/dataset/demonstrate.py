@@ -4,7 +4,7 @@ import json
 
 import pyarrow as pa
 
-from environments import Problem, load_reference
+from environments import Problem, load_reference, own_fault
 from environments.environment import Demonstrates
 from infra.errors import BadInput
 from infra.records import DEMONSTRATION
@@ -28,7 +28,11 @@ def demonstrate(prompts: pa.Table) -> pa.Table:
     for row in prompts.to_pylist():
         prompt = json.loads(row["messages"]) if row["messages"] else row["text"]
         problem = Problem(prompt=prompt, answer=json.loads(row["answer"]), metadata=json.loads(row["metadata"]))
-        solution = environments[row["environment"]].solution(problem)
+        try:
+            solution = environments[row["environment"]].solution(problem)
+        except Exception as error:
+            what = f"solution() of prompt {row['prompt_id']} failed"
+            raise own_fault(row["environment"], what, error) from error
         if not isinstance(solution, str):
             raise BadInput(
                 f"warm_start: the solution of prompt {row['prompt_id']} is {type(solution).__name__}, not text"

@@ -81,16 +81,20 @@ def _read(
     config: DatasetConfig, environment: Environment, split: Any, length: Length | None, dropped: Counter[str]
 ) -> dict[str, Prompt] | None:
     rows = read_split(config, environment, split)
-    return None if rows is None else _unique(rows, config, length, dropped)
+    return None if rows is None else _unique(rows, config, environment, length, dropped)
 
 
 def _unique(
-    rows: Iterable[Row], config: DatasetConfig, length: Length | None, dropped: Counter[str]
+    rows: Iterable[Row],
+    config: DatasetConfig,
+    environment: Environment,
+    length: Length | None,
+    dropped: Counter[str],
 ) -> dict[str, Prompt]:
     """Prompts by id, the first of equal ones."""
     prompts: dict[str, Prompt] = {}
     for row in rows:
-        prompt = parse_row(row, config)
+        prompt = parse_row(row, config, environment)
         if prompt.prompt_id in prompts:
             if prompt.answer != prompts[prompt.prompt_id].answer:
                 raise BadInput(

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from environments import Environment
+from environments.environment import ParsesAnswers
 from infra.errors import BadInput
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.sources import Row
@@ -28,19 +30,23 @@ class Prompt:
     """JSON object."""
 
 
-def parse_row(row: Row, config: DatasetConfig) -> Prompt:
-    """Check a row. Raises BadInput that names the row, the column and what is expected of it."""
+def parse_row(row: Row, config: DatasetConfig, environment: Environment) -> Prompt:
+    """Check a row; the environment says what its answer stands for, if it knows.
+
+    Raises BadInput that names the row, the column and what is expected of it.
+    """
     column = _prompt_column(row, config)
     value = row.values[column]
     messages, text = "", ""
     if column == "text":
         if not isinstance(value, str) or not value.strip():
             raise BadInput(f"{row.where}, column text: a text that is not empty is expected, not {_show(value)}")
+        _json(row, column, value)
         text = value
     else:
         messages = _json(row, column, _messages(row, column, value, config.system_prompt))
     identity = hashlib.sha256((messages or "text:" + text).encode()).hexdigest()[:32]
-    answer = _json(row, *_answer(row, config))
+    answer = _json(row, *_answer(row, config, environment))
     return Prompt(identity, messages, text, answer, _json(row, "metadata", _metadata(row, config)))
 
 
@@ -90,14 +96,21 @@ def _message(where: str, number: int, message: Any) -> dict[str, str]:
     return {"role": message["role"], "content": content}
 
 
-def _answer(row: Row, config: DatasetConfig) -> tuple[str, Any]:
+def _answer(row: Row, config: DatasetConfig, environment: Environment) -> tuple[str, Any]:
     column = config.answer_column
     if column is not None and column not in row.values:
         raise BadInput(
             f"{row.where}: no column {column} (dataset.answer_column); the columns are: {', '.join(row.values)}"
         )
     column = column or "answer"
-    return column, row.values.get(column)
+    answer = row.values.get(column)
+    if not isinstance(environment, ParsesAnswers):
+        return column, answer
+    try:
+        return column, environment.parse_answer(answer)
+    except Exception as error:
+        found = "there is none" if answer is None else f"not {_show(answer)}"
+        raise BadInput(f"{row.where}, column {column}: {error or type(error).__name__}, {found}") from error
 
 
 def _metadata(row: Row, config: DatasetConfig) -> dict[str, Any]:
@@ -121,8 +134,10 @@ def _metadata(row: Row, config: DatasetConfig) -> dict[str, Any]:
 def _json(row: Row, column: str, value: Any) -> str:
     try:
         # Sorted, so that equal values are equal strings; messages keep role before content, as people write them.
-        return json.dumps(value, sort_keys=not isinstance(value, list), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value, sort_keys=not isinstance(value, list), ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is text to Python, and none in UTF-8
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{row.where}, column {column}: a value that JSON can hold is expected ({error})") from None
 
 

@@ -1,8 +1,11 @@
 """Reads problems from where they are: an environment, files at any fsspec URL, or the `datasets` library."""
 
 import csv
+import gzip
 import io
 import json
+import lzma
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -10,7 +13,7 @@ from typing import Any, Literal
 
 import fsspec
 
-from environments import Environment
+from environments import Environment, own_fault
 from environments.environment import GeneratesProblems, Split
 from infra.errors import BadInput
 from tasks.dataset.config import DatasetConfig
@@ -46,10 +49,13 @@ def _generated(config: DatasetConfig, environment: Environment, split: Split) ->
             "set dataset.source to files or datasets, and dataset.path"
         )
     size = config.train_size if split == "train" else config.heldout_size
-    for number, problem in enumerate(environment.problems(split, size, config.seed), start=1):
-        column = "text" if isinstance(problem.prompt, str) else "messages"
-        values = {column: problem.prompt, "answer": problem.answer, "metadata": problem.metadata}
-        yield Row(f"environment {config.environment}, {split} problem {number}", values)
+    try:
+        for number, problem in enumerate(environment.problems(split, size, config.seed), start=1):
+            column = "text" if isinstance(problem.prompt, str) else "messages"
+            values = {column: problem.prompt, "answer": problem.answer, "metadata": problem.metadata}
+            yield Row(f"environment {config.environment}, {split} problem {number}", values)
+    except Exception as error:
+        raise own_fault(config.environment, f"problems() of split {split} failed", error) from error
 
 
 def read_files(path: str) -> Iterator[Row]:
@@ -60,6 +66,8 @@ def read_files(path: str) -> Iterator[Row]:
         files = []
     except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
         raise BadInput(f"dataset.path {path!r}: {error}") from error
+    except Exception as error:
+        raise _fault(path, path, error) from error
     if not files:
         raise BadInput(f"dataset.path {path!r}: no such file")
     for file in sorted(files, key=lambda file: file.path):
@@ -71,6 +79,29 @@ def read_files(path: str) -> Iterator[Row]:
             raise BadInput(
                 f"dataset.path {path!r}: {file.path} is no file; name a file or a glob such as folder/*.jsonl"
             ) from None
+        except Exception as error:
+            raise _fault(path, file.path, error) from error
+
+
+def _fault(path: str, file: str, error: Exception) -> Exception:
+    """What reading `file` met, by cause: bad input for what a retry cannot mend, network faults as they are."""
+    import pyarrow as pa
+
+    if isinstance(error, (BadInput, ConnectionError, TimeoutError)):
+        return error
+    if path.startswith(("s3://", "s3a://")):
+        from infra.s3 import classify
+
+        error = classify(path.partition("://")[2], error)
+    if isinstance(error, PermissionError):
+        return BadInput(f"dataset.path {path!r}: {file} may not be read: {error}")
+    # A decompressor's or Arrow's own OSError has no number of the system's.
+    damaged = (EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, pa.ArrowException)
+    if isinstance(error, damaged) or (type(error) in (OSError, gzip.BadGzipFile) and error.errno is None):
+        return BadInput(
+            f"dataset.path {path!r}: {file} is damaged ({' '.join(str(error).split())}); copy or write it again"
+        )
+    return error
 
 
 def _format(path: str) -> Format:
@@ -87,7 +118,7 @@ def _jsonl(stream: Any, name: str) -> Iterator[Row]:
         where = f"{name}, row {number}"
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits and nesting without end, too
             raise BadInput(f"{where}: not JSON ({error}); one JSON object a line is expected") from None
         if not isinstance(values, dict):
             raise BadInput(f"{where}: a JSON object is expected, not {type(values).__name__}")
@@ -122,6 +153,7 @@ def _csv(stream: Any, name: str) -> Iterator[Row]:
 def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
     """Rows of a data set of the `datasets` library: a name, a folder of data files, or one made by `save_to_disk`."""
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     path = str(config.path)
     had_bars = datasets.are_progress_bars_disabled()
@@ -134,6 +166,11 @@ def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
             table = datasets.load_dataset(path, config.subset, split=split)
     except (FileNotFoundError, ValueError, KeyError) as error:  # the library's own errors derive from these
         raise BadInput(f"dataset.path {path!r}, split {split!r}: {error}") from error
+    except DatasetGenerationError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise _fault(path, f"a file of split {split!r}", cause) from error
+    except Exception as error:
+        raise _fault(path, path, error) from error
     finally:
         if not had_bars:
             datasets.enable_progress_bars()

@@ -11,10 +11,11 @@ import numpy as np
 
 from infra import policy as policies
 from infra.artifacts import ArtifactRef, Store, open_artifact
+from infra.errors import Corrupted
 from tasks.publish.folder import fetch_model, is_plain, model_folder
 
 
-class NotThePolicy(RuntimeError):
+class NotThePolicy(Corrupted):
     """What was published is not what was trained."""
 
 

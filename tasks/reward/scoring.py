@@ -1,7 +1,6 @@
 """Rollouts + the environment's reward -> a scored batch."""
 
 import json
-import logging
 
 import numpy as np
 import pyarrow as pa
@@ -9,16 +8,18 @@ from pyarrow.compute import SetLookupOptions
 from pyarrow.compute import call_function as compute
 
 from infra.errors import BadInput
+from infra.progress import speaker
 from infra.records import PROMPT, ROLLOUT, SCORED, validate
 from tasks.reward import filtering
 from tasks.reward.advantages import group_advantages, mixed_groups
 from tasks.reward.config import RewardConfig
 from tasks.reward.verifiers import Request, Verdict, resident_pool
 
-FAULTS = ("aborted", "no_tokens", "bad_logprobs", "raised", "timeout", "not_finite", "crashed")
+REWARD_FAULTS = ("raised", "timeout", "not_finite", "crashed")
+FAULTS = ("aborted", "no_tokens", "bad_logprobs", *REWARD_FAULTS)
 """Why a sample is masked: of the rollout's, then of the reward's making."""
-
-logger = logging.getLogger(__name__)
+CHECKED_PROMPTS = 4
+"""Prompts of a split whose reward is asked for before anything starts."""
 
 
 def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[pa.Table, dict[str, float]]:
@@ -26,7 +27,8 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
 
     A group is the samples of one prompt. A sample without a sound reward or without sound logprobs is masked: reward and
     advantage 0, loss mask all false, left out of its group's statistics, counted by cause. Raises BadInput when rollouts
-    have a prompt that is not among `prompts`, or when the environment cannot be loaded.
+    have a prompt that is not among `prompts`, when the environment cannot be loaded, and when its reward could judge no
+    sample at all: there is nothing to learn from then, and the verifier is what must change.
     """
     rollouts, prompts = validate(rollouts, ROLLOUT), validate(prompts, PROMPT)
     truncated_N = filtering.truncated(rollouts)
@@ -97,33 +99,43 @@ def _verdicts(
         pool = resident_pool(reference, config.timeout_s, config.workers)
         for i, verdict in zip(rows, pool.score(requests), strict=True):
             verdicts[i] = verdict
-    _warn(verdicts)
+    _tell_faults(verdicts)
     return verdicts
 
 
-def _warn(verdicts: list[Verdict]) -> None:
-    """One line a cause, with an example: enough to find the bug in a verifier."""
+def _tell_faults(verdicts: list[Verdict]) -> None:
+    """One line a cause, with an example: enough to find the bug in a verifier. BadInput when no reward was sound."""
+    lines = []
     for cause in FAULTS:
         found = [verdict for verdict in verdicts if verdict.fault == cause]
         if found:
-            logger.warning(
-                "%d of %d samples are masked (%s): %s", len(found), len(verdicts), cause, found[0].detail or cause
-            )
+            lines.append(f"{len(found)} of {len(verdicts)} samples are masked ({cause}): {found[0].detail or cause}")
+    judged = [verdict.fault for verdict in verdicts if verdict.fault is None or verdict.fault in REWARD_FAULTS]
+    if judged and None not in judged:
+        raise BadInput(f"reward: the environment's reward judged no sample of the batch; {'; '.join(lines)}")
+    for line in lines:
+        speaker()(line)
 
 
-def check_weights(prompts: pa.Table, config: RewardConfig) -> None:
-    """Raises BadInput for a weight of a part that the environment's reward does not have, before anything is sampled.
+def check_reward(prompts: pa.Table, config: RewardConfig, source: str) -> None:
+    """Asks for rewards of the first of `prompts` (schema PROMPT), before anything is sampled.
 
-    It asks for the reward of an empty response to the first prompts; a verifier that cannot judge one says nothing, and
-    the weights are then looked at with the first rollouts.
+    Raises BadInput for a prompt whose answer the environment's reward cannot use: it judges neither an empty response
+    nor the answer itself. And for a weight of a part that the reward does not have. `source` is what the prompts are
+    called in the message.
     """
-    if not config.weights:
-        return
-    rows = prompts.slice(0, 4).to_pylist()
-    verdicts = []
-    for row in rows:
+    verdicts: list[Verdict] = []
+    for number, row in enumerate(prompts.slice(0, CHECKED_PROMPTS).to_pylist(), start=1):
         pool = resident_pool(row["environment"], config.timeout_s, config.workers)
-        verdicts += pool.score([Request("", json.loads(row["answer"]), json.loads(row["metadata"]))])
+        answer, metadata = json.loads(row["answer"]), json.loads(row["metadata"])
+        found = pool.score([Request(text, answer, metadata) for text in ("", str(answer))])
+        if all(verdict.fault for verdict in found):
+            raise BadInput(
+                f"{source}, prompt {number} ({(row['messages'] or row['text'])[:80]}): environment "
+                f"{row['environment']!r} gives no reward for the answer {row['answer'][:80]}: {found[-1].fault}: "
+                f"{found[-1].detail}"
+            )
+        verdicts += found
     _rewards(verdicts, config.weights)
 
 

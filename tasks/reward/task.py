@@ -27,9 +27,9 @@ def score_rollouts(
     return writer.ref
 
 
-def check_weights(config: RewardConfig, dataset: ArtifactRef) -> None:
-    """Raises BadInput for a weight in `config` that the environment's reward has no part for."""
+def check_reward(config: RewardConfig, dataset: ArtifactRef, *splits: str) -> None:
+    """Raises BadInput when the environment's reward cannot use the dataset's answers, or has no part of a weight's name."""
     from tasks.reward import scoring
 
-    if config.weights:
-        scoring.check_weights(open_artifact(dataset).table("train"), config)
+    for split in splits:
+        scoring.check_reward(open_artifact(dataset).table(split), config, f"dataset {dataset.uri}, split {split}")

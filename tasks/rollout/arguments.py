@@ -13,7 +13,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 def has_experts(model_dir: str) -> bool:
     """Whether a Hugging Face folder's config tells of routed experts."""
     config = json.loads((Path(model_dir) / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     return any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS)
 
 

@@ -1,10 +1,53 @@
 """Settings of rollout generation."""
 
+import ast
+import difflib
+import importlib.util
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from infra.config import Config
+
+OWNED = {
+    "model": "the setting model",
+    "model_weights": "the setting model",
+    "tokenizer": "the setting model, whose folder has the tokenizer",
+    "skip_tokenizer_init": "the engine, which needs the tokenizer",
+    "runner": "the engine, which generates",
+    "convert": "the engine, which generates",
+    "seed": "the setting seed",
+    "logprobs_mode": "the trainer, which needs processed_logprobs",
+    "quantization": "the setting precision",
+    "enable_lora": "the setting policy",
+    "max_lora_rank": "the setting lora.rank",
+    "max_loras": "the engine, in which one adapter serves every request",
+    "lora_target_modules": "the setting lora.targets",
+    "enable_moe_shared_loras": "the setting lora.experts",
+    "enable_return_routed_experts": "rollout.routes",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+} | {
+    name: f"rollout.{name}"
+    for name in (
+        "dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager", "block_size",
+        "gpu_memory_utilization",
+    )
+}  # fmt: skip
+"""Arguments of vLLM's that settings of ours decide, and which."""
+
+
+@cache
+def engine_argument_names() -> set[str]:
+    """Keyword arguments that vllm.LLM takes: the fields of its EngineArgs, read off the source, because importing vLLM
+    takes seconds. Empty where vLLM is not installed."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return set()
+    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    fields = next(c for c in ast.parse(source).body if isinstance(c, ast.ClassDef) and c.name == "EngineArgs").body
+    return {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
 
 
 class RolloutConfig(Config):
@@ -45,7 +88,26 @@ class RolloutConfig(Config):
     interrupted and resumed, all of their KV computed anew under the new weights. A run samples nothing while it syncs: this is
     for those who drive the engine themselves."""
     engine: dict[str, Any] = {}
-    """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; they win over the ones derived from this config."""
+    """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; not those that other settings decide."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        known = engine_argument_names() if engine else set()
+        for name in engine:
+            if name in OWNED:
+                raise ValueError(f"{name} is decided by {OWNED[name]}")
+            if known and name not in known:
+                close = difflib.get_close_matches(name, known - OWNED.keys(), n=3)
+                raise ValueError(
+                    f"vLLM's engine has no argument {name!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
+                )
+        return engine
+
+    @property
+    def workers(self) -> int:
+        """Processes of vLLM that hold a part of the model, one a device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _fits(self) -> "RolloutConfig":

@@ -3,8 +3,9 @@
 vLLM's own CPU path finds each token's adapter anew in every layer and gathers its matrices: half of the decoding speed
 is lost, and experts cannot have an adapter at all. Here one adapter is known when it is loaded:
 
-- In fp32, W + B A is computed then, once, into a copy of each layer's weights, and a batch that uses the adapter costs what
-  it costs without. The copy is as large as the layer; W stays for batches of which a part uses the adapter.
+- In fp32, W + B A is computed then, once, and packed for oneDNN, which multiplies a batch of decode's size in two thirds of
+  the time that W itself takes. The packed copy is as large as the layer and is made anew with each adapter, so it is never
+  stale; W stays for batches of which a part uses the adapter.
 - Else (bf16, where the sum would be rounded; MXFP8, which does not quantise adapters; experts) y = W x + B (A x), two
   small products: the A of q, k, v (or gate, up) are stacked into one, and the scale is folded into B.
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+SHAPES = 128
+"""Numbers of tokens for which oneDNN keeps a layer's kernel."""
 WIDE = 32
 """From this rank on, slices are expanded one by one: the zeros of a block-diagonal B would cost more than calls do."""
 
@@ -103,10 +106,12 @@ class _Stock:
 
 def _apply_layer(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Stands in for BaseLinearLayerWithLoRA's; the layer with its adapter."""
-    whole: Tensor | None = getattr(self, "_whole", None)
-    if whole is None or active(self.punica_wrapper) is not True:
+    from vllm import _custom_ops as ops
+
+    packed: Any = getattr(self, "_packed", None)
+    if packed is None or active(self.punica_wrapper) is not True:
         return _Stock.apply_layer(self, x, bias)
-    return linear(x, whole, bias)
+    return ops.onednn_mm(packed, x, bias)
 
 
 def _apply_lora_to_output(self: Any, x: Tensor, output: Tensor) -> Tensor:
@@ -137,6 +142,8 @@ def _update_metadata(self: Any, mapping: Any, lora_index_to_id: list, max_loras:
 def _stacking(set_lora: Any) -> Any:
     """set_lora that also keeps the adapter in the layout that this module multiplies with, at its own rank."""
 
+    from vllm import _custom_ops as ops
+
     def set_and_stack(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         set_lora(self, index, lora_a, lora_b)
         if self.lora_a_stacked[0].shape[0] != 1:
@@ -153,8 +160,9 @@ def _stacking(set_lora: Any) -> Any:
         weight = self.base_layer.weight.data
         exact = weight.dtype == torch.float32 and getattr(self.base_layer, "cpu_linear", None) is linear
         if self._stacked is not None and exact:
-            self._whole = weight.clone()
-            self._stacked.add_to_weight(self._whole)
+            whole = weight.clone()
+            self._stacked.add_to_weight(whole)
+            self._packed = ops.create_onednn_mm(whole.t(), SHAPES)
 
     return set_and_stack
 
@@ -162,6 +170,6 @@ def _stacking(set_lora: Any) -> Any:
 def _unstacking(reset_lora: Any) -> Any:
     def reset_and_unstack(self: Any, index: int) -> None:
         reset_lora(self, index)
-        self._stacked = self._whole = None
+        self._stacked = self._packed = None
 
     return reset_and_unstack

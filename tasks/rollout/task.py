@@ -1,9 +1,12 @@
 """Rollout generation: prompts of a dataset and a policy version become sampled responses."""
 
+from collections.abc import Iterable
+
 from infra.actors import Engine, EngineSpec
-from infra.artifacts import ArtifactRef
+from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.stages import stage_task
+from tasks.rollout.config import RolloutConfig
 
 
 @stage_task("rollout")
@@ -35,3 +38,12 @@ def generate_rollouts(
         seed=seed,
         temperature=temperature,
     )
+
+
+def check_lengths(
+    config: RolloutConfig, model: str, dataset: ArtifactRef, split: str, calls: Iterable[list[int]]
+) -> int:
+    """How many prompts of the split are too long and will be dropped; BadInput when of a call's rows none would be left."""
+    from tasks.rollout.lengths import too_long
+
+    return too_long(config, model, open_artifact(dataset).table(split), calls, f"dataset {dataset.uri}, split {split}")

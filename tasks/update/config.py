@@ -17,15 +17,24 @@ class ParallelConfig(Config):
     """Pipeline-parallel size: the layers are split into this many stages."""
     virtual: int | None = Field(None, ge=2)
     """Virtual stages of each pipeline stage (interleaved 1F1B, a smaller bubble); null: one. Needs pipeline > 1."""
+    data: int = Field(1, ge=1)
+    """Data-parallel size: so many copies of the policy, each with its part of a batch; `shard_optimizer` shares the
+    optimizer's state among them."""
     expert: int = Field(1, ge=1)
-    """Expert-parallel size: the experts of a MoE layer are split over this many devices."""
+    """Expert-parallel size: the experts of a MoE layer are spread, whole, over this many of a stage's tensor x data devices,
+    which it must divide. 1: each expert is split like any other matrix, over the tensor-parallel devices."""
     sequence: bool = False
     """Sequence parallelism: norms and residuals are split along the sequence too. Needs tensor > 1."""
 
     @property
     def processes(self) -> int:
         """Processes of the trainer, one a device."""
-        return self.pipeline * math.lcm(self.tensor, self.expert)
+        return self.pipeline * self.tensor * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Devices that an expert's matrices are split over."""
+        return self.tensor if self.expert == 1 else 1
 
     @model_validator(mode="after")
     def _possible(self) -> "ParallelConfig":
@@ -33,6 +42,12 @@ class ParallelConfig(Config):
             raise ValueError("parallel.sequence splits over the tensor-parallel group: it needs parallel.tensor > 1")
         if self.virtual and self.pipeline == 1:
             raise ValueError("parallel.virtual splits pipeline stages: it needs parallel.pipeline > 1")
+        if self.tensor * self.data % self.expert:
+            step = math.lcm(self.tensor, self.expert) // self.tensor
+            raise ValueError(
+                f"parallel.expert {self.expert} does not divide parallel.tensor x parallel.data = {self.tensor} x "
+                f"{self.data}, the devices that experts are spread over; parallel.data {-(-self.data // step) * step} fits"
+            )
         return self
 
 
@@ -59,6 +74,9 @@ class CorrectionConfig(Config):
     """Largest geometric mean of a response's k that counts."""
     sequence_veto: float = Field(1e-4, ge=0, le=1)
     """A response with a token of smaller k does not count."""
+    max_k3: float | None = Field(None, gt=0)
+    """The largest mean k3 (of k - 1 - log k, over a step's tokens) with which a step is taken: above it engine and trainer
+    do not hold one policy, and the run ends before it learns from that. null: no limit."""
 
 
 class UpdateConfig(Config):
@@ -122,7 +140,8 @@ class UpdateConfig(Config):
     spacing is kept in fp32 masters. auto: each tensor as the model folder has it. Routers are never rounded below the
     folder's precision. float32 needs precision float32."""
     shard_optimizer: bool = True
-    """Data-parallel processes share the optimizer's state (masters and moments) instead of each keeping all of it."""
+    """Data-parallel processes (`parallel.data`) share the optimizer's state, masters and moments, instead of each keeping all
+    of it. The weights are the same bit for bit."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in the host's memory: 12 bytes a parameter less on the GPU, and a slower step."""
     parallel: ParallelConfig = ParallelConfig()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infra.errors import BadInput
 from tasks.update.config import CorrectionConfig
 
 
@@ -36,6 +37,16 @@ def token_weights(difference_N: Tensor, config: CorrectionConfig) -> TokenWeight
         inside_N = (k_N >= config.low) & (k_N <= config.high)
         return TokenWeights(torch.where(inside_N, k_N, 0.0), 0.0, (~inside_N).sum().item())
     return TokenWeights(torch.ones_like(k_N), 0.0, 0.0)
+
+
+def check_mismatch(k3: float, config: CorrectionConfig) -> None:
+    """Raises BadInput when a step's mean k3 is above `config.max_k3`: its rollouts are not this policy's."""
+    if config.max_k3 is not None and k3 > config.max_k3:
+        raise BadInput(
+            f"scored batch: mean k3 of the rollouts to the trainer is {k3:.3g}, update.correction.max_k3 is "
+            f"{config.max_k3:g}; engine and trainer do not hold one policy, and nothing was applied. See what differs "
+            "(precision, temperature, routes), or start a run with another limit"
+        )
 
 
 def kept_sequences(differences: Sequence[Tensor], config: CorrectionConfig) -> list[bool]:

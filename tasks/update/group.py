@@ -14,6 +14,7 @@ from infra.adapters import LoraConfig
 from infra.errors import BadInput, Transient
 from infra.mxfp8 import Mxfp8Config
 from tasks.update.config import UpdateConfig
+from tasks.update.model import BACKENDS
 from tasks.update.optimizer import NonFiniteUpdate
 from tasks.update.trainer import Trainer
 
@@ -177,7 +178,8 @@ def _join(store: Any, rank: int, world: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:  # processes share the cores: threads that wait for one another would wait for other processes
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world)
+    backend = BACKENDS if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def _follow(pipe: Any, rank: int, world: int, port: int, policy: tuple) -> None:

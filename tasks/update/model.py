@@ -15,6 +15,9 @@ from infra.tensors import checkpoint_dtypes
 from tasks.update.config import ParallelConfig, UpdateConfig
 from tasks.update.precision import weight_dtype
 
+BACKENDS = "cpu:gloo,cuda:nccl"
+"""Of a process group with GPUs: sums of a few numbers are made where the numbers are, on the host."""
+
 
 @dataclass
 class PolicyModel:
@@ -147,14 +150,13 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
 
     if not dist.is_initialized():
         if dist.is_torchelastic_launched():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            dist.init_process_group(BACKENDS if torch.cuda.is_available() else "gloo")
         else:  # an in-memory store: no port to collide on
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    needed = parallel.tensor * parallel.pipeline
-    if dist.get_world_size() % needed or dist.get_world_size() % (parallel.expert * parallel.pipeline):
+    if dist.get_world_size() != parallel.processes:
         raise BadInput(
-            f"update.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} (expert {parallel.expert}) "
-            f"does not divide the {dist.get_world_size()} trainer process(es)"
+            f"update.parallel: pipeline {parallel.pipeline} x tensor {parallel.tensor} x data {parallel.data} are "
+            f"{parallel.processes} processes, the trainer has {dist.get_world_size()}"
         )
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
@@ -162,6 +164,7 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
             pipeline_model_parallel_size=parallel.pipeline,
             virtual_pipeline_model_parallel_size=parallel.virtual,
             expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -187,6 +190,7 @@ def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: 
         "overlap_p2p_comm": parallel.virtual is not None,
         "batch_p2p_comm": parallel.virtual is None,
         "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.sequence,
         # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it: there, rows
         # are padded to one length).
@@ -215,9 +219,11 @@ def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: 
             settings["core_attention"] = SegmentAttention
         else:
             settings["transformer_layer_spec"] = _portable_layers
-    for name, value in (settings | chosen).items():
-        if hasattr(provider, name):
-            setattr(provider, name, value)
+    settings |= chosen
+    if unknown := [name for name in settings if not hasattr(provider, name)]:
+        raise RuntimeError(f"Megatron's {type(provider).__name__} has no setting {', '.join(unknown)}")
+    for name, value in settings.items():
+        setattr(provider, name, value)
     provider.finalize()
 
 

@@ -56,13 +56,14 @@ class Ranks:
             False: parallel_state.get_expert_data_parallel_group(),
         }
         members = {dense: dist.get_process_group_ranks(group) for dense, group in groups.items()}
-        load = dict.fromkeys(range(dist.get_world_size()), 0)
+        # Counted apart: of other processes' experts, those that share a dense parameter do not know alike.
+        load = {dense: dict.fromkeys(ranks, 0) for dense, ranks in members.items()}
         shares: dict[str, Share] = {}
         for name, parameter in sorted(self.parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
             dense = self._is_dense(name)
             if len(members[dense]) > 1:
-                owner = min(members[dense], key=lambda rank: (load[rank], rank))
-                load[owner] += parameter.numel()
+                owner = min(members[dense], key=lambda rank: (load[dense][rank], rank))
+                load[dense][owner] += parameter.numel()
                 shares[name] = Share(owner, groups[dense])
         return shares
 

@@ -36,7 +36,9 @@ class ResidentTrainer:
         checkpoints: str,
         lora: dict[str, Any] | None = None,
         mxfp8: dict[str, Any] | None = None,
+        model_name: str | None = None,
     ):
+        """`model`: the folder; `model_name`: what an adapter's settings call it (None: by the folder's name)."""
         self._arguments = (
             model,
             UpdateConfig.model_validate(config),
@@ -44,7 +46,7 @@ class ResidentTrainer:
             None if lora is None else LoraConfig.model_validate(lora),
             None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
         )
-        self.store, self.checkpoints = store, checkpoints
+        self.store, self.checkpoints, self.model_name = store, checkpoints, model_name
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
         self.published: Mirror | None = None
@@ -70,7 +72,10 @@ class ResidentTrainer:
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
-        return self.trainer.adapter_config()
+        config = self.trainer.adapter_config()
+        if config is None or self.model_name is None:
+            return config
+        return config | {"base_model_name_or_path": self.model_name}
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """The policy's logprob of each token but the first."""

@@ -10,14 +10,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from infra.adapters import LoraConfig, peft_config
+from infra.adapters import LoraConfig, base_name, peft_config
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
-from tasks.update.corrections import kept_sequences
+from tasks.update.corrections import check_mismatch, kept_sequences
 from tasks.update.forward import PolicyForward
 from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
@@ -144,6 +144,7 @@ class Trainer:
             loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
             if not (np.isfinite(loss) and np.isfinite(grad_norm)):
                 raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
+            check_mismatch(sums.k3 / max(sums.tokens, 1), self.config.correction)
             if apply:
                 self.optimizer.step(lr, grad_norm)
                 self._forget_rounded()
@@ -298,7 +299,7 @@ class Trainer:
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
         adapter = self.adapter
-        return None if adapter is None else peft_config(adapter.config, adapter.names, self.model.folder)
+        return None if adapter is None else peft_config(adapter.config, adapter.names, base_name(self.model.folder))
 
     def _forget_rounded(self) -> None:
         for weight in self._rounded:

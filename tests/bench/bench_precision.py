@@ -15,7 +15,7 @@ from typing import Any
 from tests.bench import ours
 from tests.bench.bench_lora_decode import models
 
-STEPS = 8
+STEPS = 6
 MODES: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "mxfp8_rollout": {"emulation": True, "train": False},

@@ -25,8 +25,9 @@ RELATIVE = 1e-5
 
 LAYOUTS = {
     "one": Layout(),
-    "tp2": Layout(tensor=2),
-    "tp2-sequence-parallel": Layout(tensor=2, sequence=True),
+    "tp2": Layout(tensor=2, expert_tensor=2),
+    "tp2-sequence-parallel": Layout(tensor=2, expert_tensor=2, sequence=True),
+    "tp2-ep2": Layout(tensor=2, expert=2, sequence=True),
     "pp2": Layout(pipeline=2),
     "pp2-uneven": Layout(pipeline=2, settings={"num_layers_in_first_pipeline_stage": 1}),
     "pp2-uneven-last": Layout(pipeline=2, settings={"num_layers_in_last_pipeline_stage": 1}),

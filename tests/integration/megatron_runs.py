@@ -25,6 +25,7 @@ class Layout:
     pipeline: int = 1
     virtual: int | None = None
     expert: int = 1
+    expert_tensor: int = 1
     sequence: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -73,6 +74,7 @@ def build(
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     RouterReplay.clear_global_router_replay_instances()
@@ -86,6 +88,7 @@ def build(
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual,
         "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence,
         "moe_enable_routing_replay": replay,
         **layout.settings,

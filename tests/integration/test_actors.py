@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 
 from infra.actors import Engine, EngineLost, EngineSpec, start_ray, stop_ray
 from infra.artifacts import ArtifactRef
+from infra.capacity import require_room
 from infra.errors import BadInput
 
 
@@ -65,6 +67,35 @@ def ray_session():
 def engine(name: str) -> Engine:
     here = "tests.integration.test_actors"
     return Engine(EngineSpec(name=name, factory=f"{here}:Counter", settings={"start": 10}, follow=f"{here}:follow"))
+
+
+def test_what_this_machine_has_not_is_refused_and_what_it_has_is_reserved():
+    import ray
+
+    total = ray.cluster_resources()["memory"] / 2**30
+    assert total == pytest.approx(machine_memory_gib(), rel=1e-3)
+    spec = engine("large").spec.model_copy(update={"memory_gib": 0.6 * total})
+    require_room([spec])
+    before = ray.available_resources()["memory"]
+    Engine(spec).load()
+    deadline = time.monotonic() + 30
+    while before - ray.available_resources()["memory"] < 0.5 * total * 2**30 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert before - ray.available_resources()["memory"] == pytest.approx(spec.reservation()["memory"], rel=1e-3)
+    Engine(spec).stop()
+    amount = f"{0.6 * total:.1f} GiB"
+    two = f"large 0 GPUs, {amount} and large 0 GPUs, {amount} are .* this machine has [0-9]+ GPUs, {total:.1f} GiB"
+    with pytest.raises(BadInput, match=two):
+        require_room([spec, spec])
+    start_ray()  # for the tests after this one
+
+
+def machine_memory_gib() -> float:
+    """The container's limit, else what the machine has."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    total = psutil.virtual_memory().total
+    return min(total, int(text) if text.isdigit() else total) / 2**30
 
 
 VERSION = ArtifactRef(kind="policy", uri="file:///store/policy", digest="blake3:00")

@@ -54,14 +54,15 @@ def deployments(service: Service) -> dict[str, Any]:
 
 def test_a_fresh_server_has_every_deployment_with_pool_queue_limit_and_schedule(service: Service):
     found = deployments(service)
-    profiles = {path.stem for path in PROFILES.glob("*.yaml")}
+    names = {path.stem for path in PROFILES.glob("*.yaml")} | {"smollm2-docker"}
     flows = ("train", "evaluate", "publish")
-    assert set(found) == {"prepare/addition"} | {f"{flow}/{profile}" for flow in flows for profile in profiles}
+    assert set(found) == {"prepare/addition"} | {f"{flow}/{name}" for flow in flows for name in names}
     train = found["train/smollm2-cpu"]
     assert (train.work_pool_name, train.work_queue_name) == ("local", "interactive")
     assert train.global_concurrency_limit.limit == 1
     assert [(schedule.schedule.cron, schedule.active) for schedule in train.schedules] == [("0 2 * * *", False)]
     assert found["train/smollm2-gpu"].work_pool_name == "kubernetes"
+    assert found["train/smollm2-docker"].work_pool_name == "docker"
 
 
 def test_a_fresh_server_has_the_automations(service: Service):

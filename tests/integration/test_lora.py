@@ -10,7 +10,12 @@ from safetensors.torch import load, load_file, save, save_file
 
 from infra.adapters import LoraConfig, fuse_experts, fused_config, merged, peft_config, write_folder
 from infra.errors import BadInput
+from infra.policy import describe
+from infra.run import Run
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
 from tasks.update.config import UpdateConfig
+from tasks.update.resident import ResidentTrainer
 from tests.integration import tiny_models
 from tests.integration.test_trainer import scored
 
@@ -135,3 +140,22 @@ def test_a_batch_without_anything_to_learn_changes_nothing(folder: Path):
     metrics = trainer.update(batch.set_column(batch.schema.get_field_index("advantage"), "advantage", zeros))
     assert metrics["updated"] == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in parameters(trainer).items())
+
+
+def test_equal_adapters_of_equal_models_are_equal_versions_wherever_the_model_lies(tmp_path: Path):
+    """What tells versions apart is a digest of the manifest, which holds the adapter's settings."""
+    digests = {}
+    for place, name in (("here", None), ("there", None), ("there", "org/tiny")):
+        model = tmp_path / place / "tiny"
+        if not model.exists():
+            tiny_models.dense(model)
+        root = tmp_path / f"{place} {name}"
+        trainer = ResidentTrainer(
+            str(model), {"precision": "float32"}, 0, f"file://{root}", "checkpoints", LORA.model_dump(), model_name=name
+        )
+        run = Run(store=f"file://{root}", name="r")
+        ref = publish(trainer, run.stage("policy", 0, []), SyncConfig(), parent=None)
+        digests[place, name] = ref.digest
+        settings = describe(ref).adapter_config
+        assert settings is not None and settings["base_model_name_or_path"] == (name or "tiny")
+    assert digests["here", None] == digests["there", None] != digests["there", "org/tiny"]

@@ -278,9 +278,14 @@ def test_a_failed_update_leaves_everything_as_it_was(llama: Path, precision: str
     def explode(index: int, row: dict) -> None:
         row["logprobs"], row["advantage"] = [-1e30] * len(row["logprobs"]), -1.0  # an infinite importance ratio
 
-    trainer, undisturbed = (make_trainer(llama, precision=precision) for _ in range(2))
+    def from_another_policy(index: int, row: dict) -> None:
+        row["logprobs"] = [logprob - 10 for logprob in row["logprobs"]]
+
+    trainer, undisturbed = (make_trainer(llama, precision=precision, correction={"max_k3": 1000.0}) for _ in range(2))
     trainer.update(scored(1))
     undisturbed.update(scored(1))
+    with pytest.raises(BadInput, match=r"max_k3 is 1000; engine and trainer do not hold one policy"):
+        trainer.update(changed(scored(2), from_another_policy))
     with pytest.raises(NonFiniteUpdate, match="step 1"):
         trainer.update(changed(scored(2), explode))
     with pytest.raises(BadInput, match="row 0"):
@@ -366,5 +371,5 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
 
 
 def test_parallel_sizes_beyond_the_processes_are_refused(llama: Path):
-    with pytest.raises(BadInput, match="does not divide the 1 trainer process"):
+    with pytest.raises(BadInput, match="pipeline 1 x tensor 2 x data 1 are 2 processes, the trainer has 1"):
         make_trainer(llama, parallel={"tensor": 2})

@@ -55,6 +55,32 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(kind: type, path: str
     assert "topsecret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:top/secret@bucket/x",
+        "http://user:8080/topsecret@mlflow.internal",
+        "http://topsecret@mlflow.internal",
+        "postgresql://db/x?user=me&password=topsecret",
+        "https://host/train.jsonl?X-Amz-Signature=topsecret",
+        "https://host/train.jsonl?sv=1&sig=topsecret",
+        "https://host/train.jsonl#access_key=topsecret",
+    ],
+)
+def test_a_password_is_found_wherever_a_url_holds_it(url: str):
+    for values in ({"tracking": {"uri": url}}, {"dataset": {"source": "files", "path": url}}):
+        with pytest.raises(BadInput, match="credentials in a URL") as caught:
+            parse_config(TrainConfig, values, source="test")
+        assert "topsecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["hf://datasets/me/sums@main/x.jsonl", "http://host:5000/?design=x", "s3://b/x=1/a.csv"]
+)
+def test_a_url_without_a_password_is_a_url(url: str):
+    assert parse_config(TrainConfig, {"tracking": {"uri": url}}, source="test").tracking.uri == url
+
+
 def test_prepare_refuses_a_store_url_with_a_password():
     with pytest.raises(BadInput):
         dataset_of(Store.at("s3://key:topsecret@bucket/x").url, DatasetConfig())

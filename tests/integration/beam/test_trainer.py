@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from infra.adapters import LoraConfig, merged, pairs
 from infra.errors import BadInput, Transient
 from infra.records import Routes, pack_routes
 from tests.integration.beam.family import BEAM
@@ -29,8 +30,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-vpp2": {"pipeline": 2, "virtual": 2},
     "pp2-recompute": {"pipeline": 2},
     "tp2-sequence-parallel": {"tensor": 2, "sequence": True},
-    "ep2": {"expert": 2},
+    "ep2": {"expert": 2, "data": 2},
+    "tp2-ep2": {"tensor": 2, "expert": 2, "sequence": True},
+    "tp2-pp2-ep2": {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True},  # the GPU profiles'
+    "dp4-ep2": {"data": 4, "expert": 2},
 }
+LORA_LAYOUTS: dict[str, dict[str, Any]] = {"lora": {}, "lora-tp2-pp2-ep2": LAYOUTS["tp2-pp2-ep2"]}
+LORA = LoraConfig(rank=4, alpha=8, targets=("linear_qkv", "linear_proj", "linear_gate", "linear_fc1", "linear_fc2"))
+SHARED_A = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that are one layer in Megatron, and have one A there (an attention's gate_proj stands alone)."""
 PLAIN = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "max_grad_norm": 1e9}
 """AdamW that moves a weight by -g / (|g| + 1), from which its gradient g can be read."""
 
@@ -68,11 +76,11 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {"precision": "float32", "microbatch_tokens": 60, **PLAIN} | changes
 
 
-def make(folder: Path, **changes: Any) -> Any:
+def make(folder: Path, lora: LoraConfig | None = None, **changes: Any) -> Any:
     from tasks.update.config import UpdateConfig
     from tasks.update.group import make_trainer
 
-    return make_trainer(str(folder), UpdateConfig.model_validate(settings(**changes)), seed=1)
+    return make_trainer(str(folder), UpdateConfig.model_validate(settings(**changes)), seed=1, lora=lora)
 
 
 def step(trainer: Any, batch: pa.Table) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -247,7 +255,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
-def test_two_processes_replay_and_train_as_one(layouts: Path, layout: str):
+def test_several_processes_replay_and_train_as_one(layouts: Path, layout: str):
     one, found = (load_file(layouts / f"{name}.safetensors") for name in ("one", layout))
     assert_close(found, one, 1e-4)
     metrics, expected = (torch.load(layouts / f"{name}.metrics") for name in (layout, "one"))
@@ -259,6 +267,48 @@ def test_two_processes_replay_and_train_as_one(layouts: Path, layout: str):
 def test_each_rank_of_a_pipeline_is_sent_its_own_layers(layouts: Path):
     assert torch.load(layouts / "pp2.layers") == [(1,), (2, 3)]
     assert torch.load(layouts / "pp2-vpp2.layers") == [(2,), (1, 3)]
+
+
+@pytest.mark.parametrize("layout", LORA_LAYOUTS)
+def test_an_adapter_s_gradients_are_those_of_the_merged_model(layouts: Path, tmp_path: Path, layout: str):
+    """W + s B A: of a loss with gradient G in W, B's is s G A^T and A's is s B^T G."""
+    adapter, found = (load_file(layouts / f"{layout}.{what}.safetensors") for what in ("adapter", "gradients"))
+    scale = LORA.alpha / LORA.rank
+    base = load_file(layouts / "checkpoint" / "model.safetensors")
+    loss, of_weights = plain_gradients(
+        copy_checkpoint(BEAM, tmp_path / "merged", dict(merged(base.items(), adapter, scale))), scored()
+    )
+    assert torch.load(layouts / f"{layout}.metrics")["loss"] == pytest.approx(loss, rel=1e-4)
+    expected: dict[str, torch.Tensor] = {}
+    modules = pairs(adapter)
+    assert len(modules) == 4 * 5 + 3 + 3 * EXPERTS * 3, "every layer's attention, the dense MLP, every expert"
+    for module, (a, b) in modules.items():
+        at, _, leaf = module.rpartition(".")
+        group = next((g for g in SHARED_A if leaf in g and f"{at}.{g[-1]}" in modules), (leaf,))
+        expected[f"base_model.model.{module}.lora_B.weight"] = scale * of_weights[f"{module}.weight"] @ a.T
+        expected[f"base_model.model.{module}.lora_A.weight"] = sum(
+            (scale * modules[f"{at}.{other}"][1].T @ of_weights[f"{at}.{other}.weight"] for other in group),
+            torch.zeros_like(a),
+        )
+        assert b.any(), module
+    assert found.keys() == expected.keys()
+    assert_close(found, expected, 1e-3)
+
+
+def _lora_layout(name: str, out: Path) -> None:
+    """In a process of its own: a first update, after which no B is zero, and a second one's gradients."""
+    from tasks.update import group
+
+    group.START_METHOD = "fork"
+    torch.set_num_threads(1)
+    trainer = make(out / "checkpoint", lora=LORA, parallel=LORA_LAYOUTS[name])
+    trainer.update(scored(1))
+    adapter = {key: tensor.clone().contiguous() for key, tensor in trainer.export()}
+    metrics, gradients = step(trainer, scored())
+    save_file(adapter, out / f"{name}.adapter.safetensors")
+    save_file({key: tensor.contiguous() for key, tensor in gradients.items()}, out / f"{name}.gradients.safetensors")
+    torch.save(metrics, out / f"{name}.metrics")
+    trainer.close()
 
 
 def _layout(name: str, out: Path) -> None:
@@ -291,8 +341,8 @@ def main() -> None:
     BEAM.register()  # imports Megatron once, before the forks
 
     context = multiprocessing.get_context("fork")
-    for name in LAYOUTS:
-        process = context.Process(target=_layout, args=(name, out))
+    for name in (*LAYOUTS, *LORA_LAYOUTS):
+        process = context.Process(target=_layout if name in LAYOUTS else _lora_layout, args=(name, out))
         process.start()
         process.join()
         if process.exitcode:

@@ -28,3 +28,17 @@ def test_an_environment_without_solutions_is_refused():
     prompts = prepare(DatasetConfig(environment=str(CHECKSUM))).train
     with pytest.raises(BadInput, match=r"'checksum' has no solution\(problem\)"):
         demonstrate(prompts)
+
+
+def test_a_solution_that_raises_is_the_environments_fault(tmp_path: Path):
+    code = (
+        (CHECKSUM / "__init__.py")
+        .read_text()
+        .replace(
+            "    def reward", "    def solution(self, problem):\n        raise KeyError('steps')\n\n    def reward"
+        )
+    )
+    (tmp_path / "unsolved.py").write_text(code)
+    prompts = prepare(DatasetConfig(environment=str(tmp_path / "unsolved.py"))).train
+    with pytest.raises(BadInput, match=r"unsolved.py': solution\(\) of prompt \w+ failed: KeyError: 'steps'"):
+        demonstrate(prompts)

@@ -1,6 +1,8 @@
 """Sources -> prompt tables: what a user gets, and what is said to one whose data are wrong."""
 
 import csv
+import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,23 @@ from infra.records import PROMPT, validate
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.prepare import prepare
 
+CHECKSUM = str(Path(__file__).resolve().parents[2] / "environments" / "checksum")
+"""An environment that takes answers as they come."""
 PROBLEMS = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(40)]
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def torn_parquet() -> bytes:
+    """A file whose footer is whole and whose data are not."""
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(PROBLEMS), sink, compression="zstd")
+    data = bytearray(sink.getvalue())
+    data[4:200] = bytes(196)
+    return bytes(data)
 
 
 def from_files(path: str, **settings: Any) -> DatasetConfig:
@@ -124,7 +137,9 @@ def test_messages_text_metadata_and_a_system_prompt(tmp_path: Path):
     }
     raw = {"text": "Once upon a time", "level": 1}
     path = jsonl(tmp_path / "mixed.jsonl", [chat, raw])
-    config = from_files(path, system_prompt="Be brief.", metadata_columns=["level"], heldout_size=0)
+    config = from_files(
+        path, environment=CHECKSUM, system_prompt="Be brief.", metadata_columns=["level"], heldout_size=0
+    )
     by_text = {row["text"]: row for row in prepare(config).train.to_pylist()}
     assert json.loads(by_text[""]["messages"]) == [
         {"role": "system", "content": "Be brief."},
@@ -138,8 +153,8 @@ def test_messages_text_metadata_and_a_system_prompt(tmp_path: Path):
 
 def test_columns_of_other_names_are_mapped(tmp_path: Path):
     path = jsonl(tmp_path / "gsm.jsonl", [{"question": "How many?", "solution": "3"}])
-    config = from_files(path, prompt_column="question", answer_column="solution", heldout_size=0)
-    (row,) = prepare(config).train.to_pylist()
+    columns = {"prompt_column": "question", "answer_column": "solution"}
+    (row,) = prepare(from_files(path, environment=CHECKSUM, heldout_size=0, **columns)).train.to_pylist()
     assert json.loads(row["messages"]) == [{"role": "user", "content": "How many?"}]
     assert json.loads(row["answer"]) == "3"
 
@@ -154,7 +169,7 @@ def test_duplicates_and_prompts_of_both_splits_are_dropped_and_counted(tmp_path:
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path):
     path = jsonl(tmp_path / "sums.jsonl", [{"prompt": "word " * n} for n in (1, 5, 500)])
-    config = from_files(path, max_prompt_tokens=10, heldout_size=0)
+    config = from_files(path, environment=CHECKSUM, max_prompt_tokens=10, heldout_size=0)
     prepared = prepare(config, tokenized_length=lambda prompt: len(json.loads(prompt.messages)[0]["content"].split()))
     assert prepared.train.num_rows == 2
     assert prepared.dropped["too_long"] == 1
@@ -181,8 +196,15 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path):
         ),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', "message 1: a content that is a text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "a prompt ends with user or tool"),
-        ('{"prompt": "x", "metadata": 3}', "row 2, column metadata: a JSON object"),
-        ('{"prompt": "x", "answer": NaN}', "row 2, column answer: a value that JSON can hold"),
+        ('{"prompt": "x", "answer": 1, "metadata": 3}', "row 2, column metadata: a JSON object"),
+        ('{"prompt": "x", "answer": NaN}', "row 2, column answer: a finite number is expected, not nan"),
+        ('{"prompt": "x", "answer": "many"}', "row 2, column answer: a number is expected, not 'many'"),
+        ('{"prompt": "x"}', "row 2, column answer: a number is expected, there is none"),
+        ('{"prompt": "x", "answer": 1, "metadata": {"a": NaN}}', "row 2, column metadata: a value that JSON can hold"),
+        (r'{"prompt": "\ud800", "answer": 1}', "row 2, column prompt: a value that JSON can hold .*surrogates"),
+        (r'{"text": "\ud800", "answer": 1}', "row 2, column text: a value that JSON can hold .*surrogates"),
+        ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "row 2: not JSON .*digits"),
+        ("[" * 100_000, "row 2: not JSON"),
         ('{"prompt": "good", "answer": 2}', "row 2: the same prompt occurs above with another answer"),
     ],
 )
@@ -199,6 +221,11 @@ def test_a_malformed_row_is_named_with_file_row_column_and_what_is_expected(tmp_
         ("empty.csv", b"prompt,answer\n", "no train prompts are left"),
         ("short.csv", b"prompt,answer\nx\n", "short.csv, row 1: expected 2 columns"),
         ("broken.parquet", b"PAR1", "broken.parquet: not a Parquet file"),
+        ("torn.parquet", torn_parquet(), "torn.parquet is damaged .*; copy or write it again"),
+        ("torn.jsonl.gz", gzip.compress(b'{"prompt": "x", "answer": 1}\n' * 99)[:-9], "torn.jsonl.gz is damaged"),
+        ("no.jsonl.gz", b'{"prompt": "x", "answer": 1}\n', "no.jsonl.gz is damaged .Not a gzipped file"),
+        ("torn.jsonl.bz2", b"BZh9 and then no more of it", "torn.jsonl.bz2 is damaged"),
+        ("torn.jsonl.xz", b"\xfd7zXZ\0 and then no more", "torn.jsonl.xz is damaged"),
         ("sums.xlsx", b"", "the format is told by the suffix, one of: .jsonl"),
     ],
 )
@@ -233,3 +260,56 @@ def test_holding_out_everything_is_refused(tmp_path: Path):
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         DatasetConfig(**settings)
+
+
+def test_a_number_of_a_csv_is_the_number(tmp_path: Path):
+    (tmp_path / "sums.csv").write_text("prompt,answer\nWhat is 5 + 7?,12\nWhat is 1 / 2?, 0.5\n")
+    table = prepare(from_files(str(tmp_path / "sums.csv"), heldout_size=0)).train
+    assert sorted(json.loads(row["answer"]) for row in table.to_pylist()) == [0.5, 12]
+    (tmp_path / "sums.csv").write_text("prompt,answer\nWhat is 5 + 7?,\n")
+    with pytest.raises(BadInput, match="sums.csv, row 1, column answer: a number is expected, not ''"):
+        prepare(from_files(str(tmp_path / "sums.csv"), heldout_size=0))
+
+
+def test_a_bucket_without_credentials_is_bad_input_and_a_lost_connection_is_not(monkeypatch: pytest.MonkeyPatch):
+    from botocore.exceptions import NoCredentialsError
+
+    def refuse(error: Exception) -> Any:
+        def open_files(*_: Any, **__: Any) -> Any:
+            raise error
+
+        return open_files
+
+    config = from_files("s3://bucket/train.jsonl")
+    monkeypatch.setattr(fsspec, "open_files", refuse(NoCredentialsError()))
+    with pytest.raises(BadInput, match="s3://bucket/train.jsonl: access refused .*AWS_ACCESS_KEY_ID"):
+        prepare(config)
+    monkeypatch.setattr(fsspec, "open_files", refuse(PermissionError("Forbidden")))
+    with pytest.raises(BadInput, match="access refused"):
+        prepare(config)
+    monkeypatch.setattr(fsspec, "open_files", refuse(ConnectionResetError("reset by peer")))
+    with pytest.raises(ConnectionResetError):
+        prepare(config)
+
+
+def test_a_damaged_file_of_a_data_set_of_the_datasets_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "train.parquet").write_bytes(torn_parquet())
+    with pytest.raises(BadInput, match="dataset.path .*sums"):
+        prepare(DatasetConfig(source="datasets", path=str(tmp_path / "sums")))
+
+
+def test_problems_that_raise_are_the_environments_fault(tmp_path: Path):
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n"
+        "    name = 'broken'\n"
+        "    def reward(self, response, answer, metadata): return 0.0\n"
+        "    def problems(self, split, n, seed): yield 1 // 0\n"
+        "def load_environment(): return Broken()\n"
+    )
+    message = "broken.py': problems\\(\\) of split train failed: ZeroDivisionError: "
+    with pytest.raises(BadInput, match=message):
+        prepare(DatasetConfig(environment=str(tmp_path / "broken.py")))

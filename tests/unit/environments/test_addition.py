@@ -93,3 +93,17 @@ def test_the_demonstration_earns_the_full_reward():
 def test_impossible_settings_are_refused(args: dict[str, int], message: str):
     with pytest.raises(BadInput, match=message):
         addition(**args)
+
+
+@pytest.mark.parametrize(("given", "answer"), [(12, 12), ("12", 12), (" -3 ", -3), (2.0, 2), ("0.5", 0.5)])
+def test_an_answer_is_a_number_or_its_text(given: object, answer: float):
+    parsed = addition().parse_answer(given)
+    assert parsed == answer
+    assert type(parsed) is type(answer)
+    assert addition().reward(f"It is {answer}", parsed, {}) == 1.0
+
+
+@pytest.mark.parametrize("given", [None, "", "twelve", True, [12], "nan", float("inf")])
+def test_an_answer_that_is_no_number_is_refused(given: object):
+    with pytest.raises(ValueError, match="number is expected"):
+        addition().parse_answer(given)

@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from flows.config import PROFILES, RESUMABLE, TrainConfig, load_config
+from flows.config import PROFILES, RESUMABLE, EvaluateConfig, PublishConfig, TrainConfig, load_config, parse_config
 from infra.errors import BadInput
 
 
@@ -42,6 +42,18 @@ def test_overrides_replace_settings_by_path():
         (["update.replay=rollout", "rollout.routes=off"], r"rollout\.routes is off; set it to auto"),
         (["update.replay_weights=true"], r"replay_weights needs replay recorded, not auto"),
         (["update.parallel.virtual=2"], r"parallel\.virtual splits pipeline stages: it needs parallel\.pipeline > 1"),
+        (["run=.."], r"run: '\.\.' is no name; use letters"),
+        (["run=''"], r"run: '' is no name"),
+        (["run=" + "x" * 300], r"run: .* at most 63"),
+        (["run=2026-13-45"], r"override: 'run=2026-13-45': .*"),
+        (["lora={rank: 8, rank: 9}"], r"override: .* key 'rank' is given twice, on lines 1 and 1"),
+        (["rollout.samples_per_prompt=1"], r"rollout\.samples_per_prompt \(1\) must be at least 2: .*grpo"),
+        (
+            ["rollout.engine={max_num_seq: 8}"],
+            r"rollout\.engine: .*no argument 'max_num_seq'; did you mean max_num_seqs",
+        ),
+        (["rollout.engine={model: x}"], r"rollout\.engine: model is decided by the setting model"),
+        (["rollout.engine={max_model_len: 8}"], r"rollout\.engine: max_model_len is decided by rollout\.max_model_len"),
         (["steps.x=1"], r"steps is a value, not a group of settings"),
         (["steps"], r"not of the form path\.to\.key=value"),
     ],
@@ -49,6 +61,38 @@ def test_overrides_replace_settings_by_path():
 def test_a_wrong_setting_is_named_with_what_would_be_valid(overrides: list[str], message: str):
     with pytest.raises(BadInput, match=message):
         load_config("smollm2-cpu", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["resources.update_gpus=2"],
+            r"resources\.update_gpus \(2\) must be 1, or a share of one GPU: update\.parallel makes 1 process\(es\)",
+        ),
+        (
+            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, expert: 4}"],
+            r"resources\.update_gpus \(4\) must be 16: update\.parallel makes 16",
+        ),
+        (["resources.rollout_gpus=1", "rollout.tensor_parallel_size=2"], r"resources\.rollout_gpus \(1\) must be 2: "),
+        (
+            ["resources.rollout_gpus=2", "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2"],
+            r"resources\.rollout_gpus \(2\) must be 4: rollout\.\*_parallel_size makes 4",
+        ),
+        (["resources.rollout_memory_gib=0"], r"resources\.rollout_memory_gib: .*greater than 0 \(got 0\)"),
+    ],
+)
+def test_gpus_are_as_many_as_the_engines_processes(overrides: list[str], message: str):
+    with pytest.raises(BadInput, match=message):
+        load_config("smollm2-cpu", overrides)
+
+
+def test_no_gpus_or_a_share_of_one_are_enough_for_an_engine():
+    load_config("smollm2-cpu", ["update.parallel.tensor=2", "rollout.tensor_parallel_size=2"])
+    resources = load_config("smollm2-cpu", ["resources={rollout_gpus: 0.5, update_gpus: 0.4}"]).resources
+    assert (resources.slots_needed(at_once=True), resources.gpus(at_once=False)) == (1, 0.5)
+    both = load_config("beam-lora").resources
+    assert (both.slots_needed(at_once=True), both.slots_needed(at_once=False)) == (8, 4)
 
 
 def test_an_unknown_profile_names_the_known_ones():
@@ -61,6 +105,37 @@ def test_a_profile_that_is_no_yaml_mapping_is_refused(tmp_path):
     path.write_text("- a\n- b\n")
     with pytest.raises(BadInput, match="a mapping of settings is expected, not a list"):
         load_config(str(path))
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[]", "list"), ("false", "bool"), ("0", "int"), ("''", "str")])
+def test_an_empty_value_that_is_no_mapping_is_no_empty_profile(tmp_path, text: str, kind: str):
+    path = tmp_path / "profile.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=f"a mapping of settings is expected, not a {kind}"):
+        load_config(str(path))
+    path.write_text("# nothing but defaults\n")
+    assert load_config(str(path)) == TrainConfig()
+
+
+def test_a_key_given_twice_is_refused_with_its_lines(tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text("steps: 3\nupdate:\n  lr: 1e-5\n  clip_low: 0.2\n  lr: 1e-6\n")
+    with pytest.raises(BadInput, match="profile .*: key 'lr' is given twice, on lines 3 and 5"):
+        load_config(str(path))
+    path.write_text("base: &b {lr: 1}\nupdate: {<<: *b, lr: 2}\n")  # what is merged in is there to be replaced
+    with pytest.raises(BadInput, match="base: unknown setting"):
+        load_config(str(path))
+
+
+def test_of_an_override_given_twice_the_last_counts():
+    assert load_config("smollm2-cpu", ["steps=3", "steps=4"]).steps == 4
+
+
+@pytest.mark.parametrize("kind", [EvaluateConfig, PublishConfig])
+@pytest.mark.parametrize("name", ["..", "", "x" * 300, "a/b"])
+def test_a_run_is_named_alike_wherever_it_is_named(kind, name: str):
+    with pytest.raises(BadInput, match="run: .* is no name"):
+        parse_config(kind, {"run": name}, source="test")
 
 
 def test_a_config_survives_the_form_it_is_shown_as():
@@ -103,6 +178,18 @@ def test_importing_a_flow_loads_no_engine():
     [
         (["precision=mxfp8"], r"engines without GPUs have no MXFP8 units; set mxfp8\.emulation to true"),
         (["precision=fp8"], r"precision: Input should be 'bf16' or 'mxfp8'"),
+        (
+            ["precision=mxfp8", "mxfp8.emulation=true", "update.parallel={tensor: 2, sequence: true}"],
+            r"mxfp8\.emulation does not work with update\.parallel\.sequence",
+        ),
+        (
+            ["policy=lora", "rollout.engine={max_lora_rank: 8}"],
+            r"rollout\.engine: max_lora_rank is decided by the setting lora\.rank",
+        ),
+        (
+            ["update.parallel.data=2", "resources={rollout_gpus: 1, update_gpus: 4}"],
+            r"resources\.update_gpus \(4\) must be 2: update\.parallel makes 2 process",
+        ),
         (["policy=lora", "lora.rank=1024"], r"lora\.rank: .*less than or equal to 512"),
         (["policy=lora", "lora.targets=[]"], r"lora\.targets: name at least one module"),
         (["policy=lora", "lora.experts=shared_outer"], r"needs Megatron's grouped experts, which need a GPU"),
@@ -126,6 +213,43 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_starts(tmp_path)
         load_config("smollm2-cpu", ["policy=lora", "lora.targets=[linear_fc1, linear_fc2]"]).check_model(tmp_path)
     with pytest.raises(BadInput, match=r"q_proj\.weight is \[64, 48\], and both dimensions must be divisible by 32"):
         load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true"]).check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            ["update.parallel={tensor: 4, expert: 4}"],
+            r"update\.parallel\.tensor 4: the 192 inputs of model\.layers\.0\.mlp\.down_proj\.weight make 4 shards of 48, "
+            r"and blocks are of 32; it can be split over 1, 2, 3, 6$",
+        ),
+        (["update.parallel={tensor: 3, expert: 3}"], None),
+        (["update.parallel.tensor=3"], r"the 64 inputs of .*experts\.0\.down_proj\.weight make 3 shards of 21\.3"),
+        (["update.parallel.tensor=2"], r"the 96 outputs of model\.layers\.0\.mlp\.up_proj\.weight make 2 shards of 48"),
+        (["update.parallel.tensor=2", "mxfp8.train=false"], None),
+        (["rollout.tensor_parallel_size=2"], None),  # outputs are not contracted in an engine
+        (
+            ["rollout.tensor_parallel_size=3"],
+            r"rollout\.tensor_parallel_size 3: the 64 inputs of .*experts\.0\.down_proj",
+        ),
+        (["rollout.tensor_parallel_size=3", "rollout.engine={enable_expert_parallel: true}"], None),
+    ],
+)
+def test_tensor_parallelism_that_cuts_mxfp8_s_blocks_is_refused(tmp_path, sizes: list[str], message: str | None):
+    import torch
+    from safetensors.torch import save_file
+
+    shapes = {
+        "up_proj": (96, 64), "down_proj": (64, 192), "experts.0.up_proj": (64, 64), "experts.0.down_proj": (64, 64),
+    }  # fmt: skip
+    tensors = {f"model.layers.0.mlp.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true", *sizes])
+    if message is None:
+        config.check_model(tmp_path)
+        return
+    with pytest.raises(BadInput, match=message):
+        config.check_model(tmp_path)
 
 
 def test_the_probe_allows_what_a_precision_lets_trainer_and_engine_differ_by():

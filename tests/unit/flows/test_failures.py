@@ -1,12 +1,20 @@
 """When a run does not end well: a person is told what to do, and a crash loop ends."""
 
 import pytest
-from prefect.states import Failed
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling, Crashed, Failed
 
-from flows.failures import MAX_STARTS, advice, default_run, end_crash_loop, run_of
+from flows import failures
+from flows.evaluate import evaluate
+from flows.failures import MAX_STARTS, advice, default_run, end_crash_loop, run_of, tell_failure
+from flows.prepare import prepare
+from flows.publish import publish
+from flows.train import train
 from infra.actors import EngineLost, is_out_of_memory
+from infra.artifacts import ArtifactRef
 from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
-from infra.run import Run
+from infra.run import Head, Run
 from infra.stages import worth_a_retry
 
 
@@ -15,15 +23,104 @@ from infra.stages import worth_a_retry
     [
         ("Failed", BadInput("steps: wrong"), "Change what the message names"),
         ("Failed", Corrupted("x is damaged"), "Delete that artifact's folder"),
-        ("Failed", OutOfMemory("no memory"), "Lower update.microbatch_tokens"),
-        ("Failed", EngineLost("died"), "Look at them, then start the same run name"),
+        ("Failed", OutOfMemory("no memory"), "a lower update.microbatch_tokens"),
+        ("Failed", EngineLost("died"), "look at them first. Start the same run name"),
         ("Failed", ZeroDivisionError(), "The log has the traceback"),
         ("Crashed", None, "The automation"),
-        ("Cancelled", None, "to go on from the last committed step"),
+        ("Cancelled", None, "goes on from the last committed step"),
     ],
 )
-def test_every_end_says_what_to_do(state: str, error: Exception | None, words: str):
-    assert words in advice(state, error)
+def test_every_end_of_training_says_what_to_do(state: str, error: Exception | None, words: str):
+    assert words in advice("train", state, error)
+
+
+@pytest.mark.parametrize("flow", ["prepare", "evaluate", "publish"])
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ("Failed", BadInput("version: wrong"), "Change what the message names; nothing was lost. Start it again with"),
+        ("Failed", Corrupted("x is damaged"), "Delete that artifact's folder"),
+        ("Failed", OutOfMemory("no memory"), "Take a larger machine"),
+        ("Failed", Transient("the store is away"), "look at them first. Start it again with the same parameters"),
+        ("Failed", ZeroDivisionError(), "The log has the traceback. Start it again"),
+        ("Crashed", None, "ended without a word: killed, out of memory, or its machine is gone. Start it again"),
+        ("Cancelled", None, "what is in the store is not made again"),
+    ],
+)
+def test_no_automation_starts_the_other_flows_again(flow: str, state: str, error: Exception | None, words: str):
+    said = advice(flow, state, error)
+    assert words in said
+    assert "automation" not in said and "same run name" not in said
+
+
+@pytest.fixture
+def told(monkeypatch) -> list:
+    """What `tell_failure` sends to the server, the events and the pages."""
+    sent: list = []
+
+    class Client:
+        __enter__ = __exit__ = lambda self, *_: self
+
+        def create_artifact(self, page) -> None:
+            sent.append(page)
+
+    monkeypatch.setattr(failures, "emit", sent.append)
+    monkeypatch.setattr(failures, "get_client", lambda sync_client: Client())
+    return sent
+
+
+def tell(flow: Flow, parameters: dict, state) -> None:
+    """As Prefect calls the flow's own hooks, with the parameters as the server has them."""
+    flow_run = FlowRun(flow_id="00000000-0000-0000-0000-000000000000", name="tidy-fox", parameters=parameters)
+    assert flow.on_failure_hooks == flow.on_crashed_hooks == flow.on_cancellation_hooks == [tell_failure]
+    tell_failure(flow=flow, flow_run=flow_run, state=state)
+
+
+def test_a_failed_training_run_tells_how_far_it_came(told: list, tmp_path):
+    run = Run(store=f"file://{tmp_path}", name="r1")
+    ref = ArtifactRef(kind="policy", uri=f"file://{tmp_path}/p", digest="blake3:00")
+    run.advance(None, Head(step=7, update=ref, policy=ref))
+    tell(train, {"config": {"run": "r1", "store": str(tmp_path)}}, Failed(data=Corrupted("x.parquet is damaged")))
+    event, page = told
+    assert (event.event, event.resource()[0], event.step) == ("run.failed", "policyflow.run.r1", 7)
+    assert (event.state, event.reason) == ("Failed", "x.parquet is damaged")
+    assert page.key == "r1-failure"
+    assert page.data.startswith("# Run r1: Failed\n\nx.parquet is damaged\n\n**What to do:** A stored file")
+    assert "7 steps are committed" in page.data
+
+
+@pytest.mark.parametrize(
+    ("flow", "event_name", "key", "title"),
+    [
+        (evaluate, "evaluation.failed", "r1-evaluation-failure", "# Evaluation of r1: Crashed"),
+        (publish, "publication.failed", "r1-publication-failure", "# Publishing r1: Crashed"),
+    ],
+)
+def test_an_evaluation_and_a_publication_tell_of_the_run(told: list, flow: Flow, event_name: str, key: str, title: str):
+    tell(flow, {"config": {"run": "r1", "version": 3}}, Crashed(message="killed by signal 9"))
+    event, page = told
+    assert (event.event, *event.resource()) == (event_name, "policyflow.run.r1", "r1")
+    assert (event.version, event.store, event.state) == (3, "outputs/store", "Crashed")
+    assert event.reason == "killed by signal 9"
+    assert page.key == key
+    assert page.data.startswith(title)
+    assert "committed" not in page.data
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "environment"),
+    [
+        ({"dataset": {"environment": "my/envs/sums"}, "store": "s3://b/x"}, "sums", "my/envs/sums"),
+        ({"dataset": {}, "store": "s3://b/x", "name": "nightly"}, "nightly", "addition"),
+    ],
+)
+def test_a_preparation_tells_of_the_dataset(told: list, parameters: dict, name: str, environment: str):
+    tell(prepare, parameters, Cancelling())
+    event, page = told
+    assert (event.event, *event.resource()) == ("dataset.failed", f"data.dataset.{name}", name)
+    assert (event.environment, event.store, event.state) == (environment, "s3://b/x", "Cancelled")
+    assert page.key == f"{name}-dataset-failure"
+    assert page.data.startswith(f"# Dataset {name}: Cancelled")
 
 
 @pytest.mark.parametrize(

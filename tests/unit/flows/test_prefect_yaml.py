@@ -36,7 +36,7 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
     else:
         config = CONFIGS[name].model_validate(parameters["config"])
         assert config.resources.slots in workspace.LIMITS
-        assert config.resources.slots_needed() <= workspace.LIMITS[config.resources.slots]
+        assert config.resources.slots_needed(at_once=name == "train") <= workspace.LIMITS[config.resources.slots]
     assert deployment["entrypoint"] == f"flows.{name}:{name}", (
         "a module: a file's neighbours would hide others' modules"
     )
@@ -53,6 +53,28 @@ def test_a_profile_is_trained_evaluated_and_published_by_deployments(profile: st
     config, wanted = TrainConfig.model_validate(train["parameters"]["config"]), load_config(profile)
     assert config.identity() == wanted.identity()
     assert config.steps == wanted.steps
+    slots = {"slots": config.resources.slots}
+    assert config.resources == wanted.resources.model_copy(update=slots)
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in PROFILES.glob("*.yaml")))
+def test_a_profiles_run_can_be_visited_with_the_resources_of_its_evaluation_and_publication(profile: str):
+    for deployment in DEPLOYMENTS:
+        if deployment["name"] == profile and flow_name(deployment) in ("evaluate", "publish"):
+            resources = deployment["parameters"]["config"]["resources"]
+            TrainConfig.model_validate(load_config(profile).model_dump() | {"resources": resources})
+
+
+def test_the_docker_deployments_are_the_quickstarts_profile_with_its_store_in_the_volume():
+    found = {flow_name(d): d for d in DEPLOYMENTS if d["work_pool"]["name"] == "docker"}
+    assert set(found) == set(CONFIGS)
+    volumes = workspace.job_template("docker")["variables"]["properties"]["volumes"]["default"]
+    mounts = [volume.split(":")[1] for volume in volumes]
+    for flow, deployment in found.items():
+        config = CONFIGS[flow].model_validate(deployment["parameters"]["config"])
+        assert any(config.store.startswith(f"{mount}/") for mount in mounts), "a container's own files end with it"
+    train = TrainConfig.model_validate(found["train"]["parameters"]["config"])
+    assert train.identity() == load_config("smollm2-cpu").identity()
 
 
 def test_one_training_run_a_model_at_a_time():
@@ -82,5 +104,6 @@ def test_a_pool_with_gpus_asks_for_as_many_as_the_run_reserves(name: str):
     for deployment in DEPLOYMENTS:
         variables = deployment["work_pool"].get("job_variables", {})
         if deployment["work_pool"]["name"] == name and "gpus" in variables:
-            config = CONFIGS[flow_name(deployment)].model_validate(deployment["parameters"]["config"])
-            assert variables["gpus"] == config.resources.rollout_gpus + config.resources.update_gpus
+            flow = flow_name(deployment)
+            config = CONFIGS[flow].model_validate(deployment["parameters"]["config"])
+            assert variables["gpus"] == config.resources.gpus(at_once=flow == "train")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from infra.adapters import PREFIX, LoraConfig, check_fits, check_targets, fuse_experts, merged, peft_config
+from infra.adapters import PREFIX, LoraConfig, base_name, check_fits, check_targets, fuse_experts, merged, peft_config
 from infra.errors import BadInput
 
 SHAPES = {
@@ -95,3 +95,17 @@ def test_the_config_names_the_adapted_projections():
     config = peft_config(LoraConfig(rank=2, alpha=4), adapter(MATRICES))
     assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2", "smollm2"),
+        ("org/model", "org/model"),
+        ("/data/models/Model-1", "Model-1"),
+        ("/data/models/Model-1/", "Model-1"),
+        ("~/models/Model-1", "Model-1"),
+    ],
+)
+def test_an_adapter_names_its_base_without_a_place_on_this_machine(model: str, name: str):
+    assert base_name(model) == name

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from infra import workspace
 
 ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = "1.33"
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
 
 def variables(name: str) -> dict[str, Any]:
@@ -104,7 +106,68 @@ def test_images_have_pinned_bases_and_copy_what_there_is(path: Path):
 
 
 def test_the_deployments_of_a_pool_set_variables_that_it_has():
-    for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
+    for deployment in DEPLOYMENTS:
         pool = deployment["work_pool"]
         assert pool["work_queue_name"] in workspace.QUEUES
         assert set(pool.get("job_variables", {})) <= set(variables(pool["name"]))
+        schema = workspace.job_template(pool["name"])["variables"]
+        jsonschema.validate(pool.get("job_variables", {}), schema)
+
+
+def test_uv_is_pinned_with_its_hashes_wherever_it_is_installed():
+    lock = (ROOT / "requirements/uv.txt").read_text()
+    assert re.match(r"uv==[0-9.]+ \\\n( +--hash=sha256:[0-9a-f]{64}( \\)?\n)+", lock)
+    for path in (ROOT / "Makefile", *(ROOT / "infra/images").glob("*.Dockerfile")):
+        installs = re.findall(r"bin/pip install .*", path.read_text())
+        assert installs, path
+        assert all("--require-hashes -r" in line for line in installs), path
+
+
+def deployments_on(pool: str) -> list[Any]:
+    return [pytest.param(d, id=f"{d['entrypoint']}/{d['name']}") for d in DEPLOYMENTS if d["work_pool"]["name"] == pool]
+
+
+@pytest.mark.parametrize("deployment", deployments_on("docker"))
+def test_a_docker_deployment_is_a_container_of_the_cpu_image_without_gpus(deployment: dict[str, Any]):
+    from prefect_docker.worker import DockerWorkerJobConfiguration
+
+    configuration = configured(DockerWorkerJobConfiguration, "docker", **deployment["work_pool"]["job_variables"])
+    assert configuration.image == "policyflow:0.1.0-cpu"
+    assert configuration.volumes == ["policyflow:/data"]
+    assert configuration.mem_limit == "16g"
+    assert (configuration.container_create_kwargs or {})["device_requests"] == []
+    assert deployment["pull"] == [
+        {"prefect.deployments.steps.set_working_directory": {"directory": "/opt/policyflow"}}
+    ], "the image has the code"
+
+
+@pytest.mark.parametrize("deployment", deployments_on("kubernetes"))
+def test_a_kubernetes_deployment_is_a_job_that_kubernetes_takes(deployment: dict[str, Any]):
+    job = kubernetes_job(**deployment["work_pool"]["job_variables"])
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/data"]["name"]]["emptyDir"]["sizeLimit"], "POLICYFLOW_HOME of the images"
+    models = mounts["/models"]
+    assert models["readOnly"]
+    if "beam" in deployment["tags"]:  # the image cannot make it
+        claims = [d["metadata"]["name"] for d in manifests("models.yaml") if d["kind"] == "PersistentVolumeClaim"]
+        claim = volumes[models["name"]]["persistentVolumeClaim"]
+        assert [claim["claimName"]] == claims
+        assert claim["readOnly"]
+        model = deployment["parameters"]["config"].get("model", "/models/")  # evaluate, publish: the run's
+        assert model.startswith("/models/")
+
+
+def test_ray_nodes_find_a_model_where_jobs_do():
+    (cluster,) = manifests("raycluster.yaml")
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/models"]]["persistentVolumeClaim"]["claimName"] == "policyflow-models"
+
+
+def manifests(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "infra/k8s" / name).read_text()))

@@ -40,7 +40,7 @@ def test_a_name_belongs_to_its_settings(run: Run):
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 64, "a b"])
 def test_a_run_name_cannot_leave_its_folder(tmp_path, name: str):
-    with pytest.raises(BadInput, match="is no run name"):
+    with pytest.raises(BadInput, match="run: .* is no name; use letters"):
         Run(store=f"file://{tmp_path}", name=name).open({})
 
 

@@ -225,3 +225,15 @@ def test_refused_access_and_missing_objects_are_not_retried(no_wait: None) -> No
     ]:
         with pytest.raises(raised, match="bucket/x"):
             _retry("bucket/x", Flaky(fault))
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/proc/x/y", "/dev/null/x", "/tmp/" + "x" * 300])
+def test_a_folder_that_no_store_can_be_in_is_refused(folder: str) -> None:
+    with pytest.raises(
+        BadInput, match=f"file://{folder[:7]}.*; choose another store|a file where the key needs a folder"
+    ):
+        Store.at(folder).create("runs/r/run.json", b"{}")
+    with pytest.raises(
+        BadInput, match=f"file://{folder[:7]}.*; choose another store|a file where the key needs a folder"
+    ):
+        Store.at(folder).open("runs/r/data").close()

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,12 @@ from safetensors.torch import save_file
 from infra.errors import BadInput
 from infra.models import catalog
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
+
+
+def safetensors(header: Any) -> bytes:
+    """A file with this header and four bytes of data."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(4)
 
 
 @pytest.fixture
@@ -59,7 +67,31 @@ def test_a_folder_that_lacks_something_is_told_what(folder: Path, tmp_path: Path
         ("config.json", b"{}", "names no architectures"),
         ("model.safetensors", b"", "no safetensors file, or only its beginning"),
         ("model.safetensors", b"<html>not found</html>", "no safetensors file, or only its beginning"),
+        (
+            "model.safetensors",
+            safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}),
+            "no safetensors",
+        ),
+        ("model.safetensors", safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": 4}}), "no safetensors"),
+        ("model.safetensors", safetensors({"w": {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}}), "no safet"),
+        ("model.safetensors", safetensors({"w": {"dtype": 1, "shape": [1], "data_offsets": [0, 4]}}), "no safetensors"),
+        ("model.safetensors", safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}), "no safet"),
+        ("model.safetensors", safetensors({"w": None}), "no safetensors"),
+        ("model.safetensors", safetensors([]), "no safetensors"),
+        ("config.json", b'{"architectures": "LlamaForCausalLM"}', "names no architectures"),
+        ("config.json", b'{"architectures": ["X"]}', "has no vocab_size"),
+        ("config.json", b'{"architectures": ["X"], "text_config": null}', "has no vocab_size"),
+        ("config.json", b'{"architectures": ["X"], "text_config": {"vocab_size": "32"}}', "has no vocab_size"),
+        ("tokenizer.json", b'{"version":', "tokenizer.json is not JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json is no JSON object"),
         ("model.safetensors.index.json", b"{}", "has no weight_map"),
+        ("model.safetensors.index.json", b"[", "model.safetensors.index.json is not JSON"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": 1, "b": "x"}}',
+            "has no weight_map of tensors to files",
+        ),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../x.safetensors"}}', "has no weight_map of tensors"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "1.safetensors"}}', "1 of 1 weight files are missing"),
     ],
 )

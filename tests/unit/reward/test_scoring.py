@@ -15,7 +15,7 @@ import pytest
 from infra.errors import BadInput
 from infra.records import PROMPT, ROLLOUT, SCORED, validate
 from tasks.reward.config import RewardConfig
-from tasks.reward.scoring import score
+from tasks.reward.scoring import check_reward, score
 from tasks.reward.verifiers import resident_pool
 
 # What the reward does is written in the response: one environment that behaves in every way that verifiers do.
@@ -122,9 +122,41 @@ def test_one_bad_reward_of_four_leaves_three_and_a_masked_zero(misbehaving: str,
     assert metrics["masked_samples"] == metrics[f"masked_{cause}"] == 1
 
 
-def test_the_log_shows_where_a_verifier_raised(misbehaving: str, caplog: pytest.LogCaptureFixture):
+def test_a_person_is_shown_where_a_verifier_raised(misbehaving: str, capsys: pytest.CaptureFixture[str]):
     score(rollouts_of({"p": ["raise", 1]}), prompts_of(misbehaving, "p"), RewardConfig())
-    assert "1 of 2 samples are masked (raised): ValueError: no such unit (misbehaving.py:8)" in caplog.text
+    shown = capsys.readouterr().out
+    assert "1 of 2 samples are masked (raised): ValueError: no such unit (misbehaving.py:8)" in shown
+
+
+def test_a_batch_of_which_no_sample_could_be_judged_fails_with_cause_and_example(misbehaving: str):
+    rollouts = rollouts_of({"p": ["raise", "nan", "raise", 1]}, p3={"finish_reason": "abort"})
+    message = r"judged no sample of the batch; .*2 of 4 samples are masked \(raised\): ValueError: no such unit"
+    with pytest.raises(BadInput, match=message):
+        score(rollouts, prompts_of(misbehaving, "p"), RewardConfig())
+
+
+def test_rollouts_that_the_engine_gave_up_are_not_the_rewards_fault(misbehaving: str):
+    rollouts = rollouts_of({"p": [1]}, p0={"finish_reason": "abort"})
+    _, metrics = score(rollouts, prompts_of(misbehaving, "p"), RewardConfig())
+    assert metrics["masked_aborted"] == metrics["masked_samples"] == 1
+
+
+def test_answers_that_the_reward_cannot_use_are_found_before_anything_is_sampled(misbehaving: str):
+    prompts = prompts_of("addition", "p", "q")
+    check_reward(prompts, RewardConfig(), "sums")
+    # It raises for an empty response, not for the answer as the response: that is a strict verifier, not a wrong answer.
+    check_reward(prompts_of(misbehaving, "p"), RewardConfig(), "sums")
+    wrong = pa.array(["1", '"raise"'], pa.string())
+    prompts = prompts_of(misbehaving, "p", "q").set_column(4, PROMPT.field("answer"), wrong)
+    with pytest.raises(
+        BadInput, match=r'sums, prompt 2 \(.*gives no reward for the answer "raise": raised: ValueError'
+    ):
+        check_reward(prompts, RewardConfig(), "sums")
+
+
+def test_a_weight_of_a_part_that_is_not_there_is_found_before_anything_is_sampled():
+    with pytest.raises(BadInput, match="no part 'length'; it has: reward"):
+        check_reward(prompts_of("addition", "p"), RewardConfig(weights={"length": 0.1}), "sums")
 
 
 @pytest.mark.parametrize("response", ["print", "read"])
@@ -202,9 +234,8 @@ def test_an_environment_that_does_not_load_is_bad_input(tmp_path: Path):
 
 def test_verifiers_that_all_hang_cost_no_more_than_the_limit(misbehaving: str):
     started = time.monotonic()
-    _, metrics = score(rollouts_of({"p": ["sleep"] * 4}), prompts_of(misbehaving, "p"), RewardConfig(timeout_s=0.5))
-    assert metrics["masked_timeout"] == 4
-    assert metrics["reward_mean"] == 0
+    with pytest.raises(BadInput, match=r"4 of 4 samples are masked \(timeout\): no reward within 0.5 s"):
+        score(rollouts_of({"p": ["sleep"] * 4}), prompts_of(misbehaving, "p"), RewardConfig(timeout_s=0.5))
     assert time.monotonic() - started < 20  # 2 x 0.5 s, and the starts of their processes
 
 

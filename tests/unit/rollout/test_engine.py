@@ -18,6 +18,7 @@ from tasks.rollout.engine import RolloutEngine
         ({"num_experts": 0}, False),
         ({"n_routed_experts": 64}, True),
         ({"text_config": {"num_experts": 8}}, True),
+        ({"text_config": None, "num_experts": 8}, True),
     ],
 )
 def test_a_model_with_routed_experts_is_known_by_its_config(tmp_path: Path, config: dict, expected: bool):
@@ -33,3 +34,14 @@ def test_routes_over_pipeline_stages_are_refused_before_anything_is_loaded(tmp_p
 
 def test_every_setting_explains_itself():
     assert all(field.description for field in RolloutConfig.model_fields.values())
+
+
+def test_the_engines_own_arguments_are_known_without_importing_it():
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tasks.rollout.config import OWNED, engine_argument_names
+
+    assert engine_argument_names() == {field.name for field in fields(EngineArgs)}
+    assert engine_argument_names() >= OWNED.keys()

@@ -4,7 +4,7 @@ import pydantic
 import pytest
 import torch
 
-from tasks.update.config import UpdateConfig
+from tasks.update.config import ParallelConfig, UpdateConfig
 from tasks.update.precision import resolve_precision
 
 
@@ -17,6 +17,8 @@ from tasks.update.precision import resolve_precision
         ({"clip_eps_low": 1.0}, "clip_eps_low"),
         ({"kl_estimator": "k4"}, "kl_estimator"),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
+        ({"parallel": {"expert": 2}}, r"expert 2 does not divide .* = 1 x 1, .*; parallel\.data 2 fits"),
+        ({"parallel": {"expert": 8, "tensor": 2, "data": 5}}, r"expert 8 does not divide .* = 2 x 5, .*data 8 fits"),
         ({"precision": "bfloat16", "weights": "float32"}, "leave weights at auto or bfloat16"),
     ],
 )
@@ -36,3 +38,19 @@ def test_precision_auto_takes_bf16_only_where_the_device_multiplies_it(monkeypat
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     assert resolve_precision("auto") == dtype
     assert resolve_precision("bfloat16") == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "expert_tensor"),
+    [
+        ({}, 1, 1),
+        ({"tensor": 2}, 2, 2),
+        ({"data": 2}, 2, 1),
+        ({"data": 4, "expert": 2}, 4, 1),
+        ({"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}, 4, 1),
+    ],
+)
+def test_processes_are_pipeline_x_tensor_x_data(sizes, processes, expert_tensor):
+    parallel = ParallelConfig.model_validate(sizes)
+    assert (parallel.processes, parallel.expert_tensor) == (processes, expert_tensor)
+    assert processes % (parallel.pipeline * parallel.expert * parallel.expert_tensor) == 0, "as Megatron wants it"
