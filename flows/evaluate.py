@@ -100,8 +100,6 @@ def compare_versions(
     scored, policies, numbers = [], [], []
     for one in (version, baseline) if baseline else (version,):
         policies.append(policy_of(session, one))
-        if session.trainer in session.started:  # two engines at once need not fit
-            session.stop(session.trainer)
         scored.append(score_version(session, one.run, dataset, policies[-1], one.number, reward))
         numbers.append(reward_by_prompt(scored[-1]))
     estimates = [estimate(list(by_prompt.values()), evaluation.confidence) for by_prompt in numbers]

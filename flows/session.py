@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Session:
     microbatch_tokens: int
     """Of the trainer: the settings' value, or what was found to fit in memory."""
     started: list[EngineSpec] = field(default_factory=list)
+    holds: ExitStack = field(default_factory=ExitStack)
+    """Left when the session ends: what it keeps in the store."""
     opened: float = field(default_factory=time.monotonic)
 
     @property
@@ -58,17 +60,22 @@ class Session:
     @property
     def trainer(self) -> EngineSpec:
         """The resident Megatron trainer."""
+        return self.trainer_of(self.run, self.config)
+
+    def trainer_of(self, run: Run, config: TrainConfig) -> EngineSpec:
+        """A trainer that makes the versions of `run`, by its settings: of this run, or of another on the same model."""
+        microbatch = self.microbatch_tokens if run == self.run else fitting_microbatch(run, config)
         return EngineSpec(
-            name=f"{self.engines}/trainer",
+            name=f"{self.engines}/trainer" if run == self.run else f"{self.engines}/trainer-of-{run.name}",
             factory="tasks.update.resident:ResidentTrainer",
             settings={
                 "model": self.model,
-                "model_name": base_name(self.config.model),
-                "config": self.config.update.model_dump(mode="json") | {"microbatch_tokens": self.microbatch_tokens},
-                "seed": self.config.seed,
-                "store": self.run.store,
-                "checkpoints": f"runs/{self.run.name}/checkpoints",
-                **self._policy(),
+                "model_name": base_name(config.model),
+                "config": config.update.model_dump(mode="json") | {"microbatch_tokens": microbatch},
+                "seed": config.seed,
+                "store": run.store,
+                "checkpoints": f"runs/{run.name}/checkpoints",
+                **_policy(config),
             },
             follow="tasks.update.resident:follow",
             environment=self._environment(),
@@ -118,21 +125,32 @@ class Session:
         return EngineSpec(
             name=f"{self.engines}/{name}",
             factory="tasks.rollout.engine:load_engine",
-            settings={"model": self.model, "config": self.config.rollout.model_dump(mode="json"), **self._policy()},
+            settings={
+                "model": self.model,
+                "config": self.config.rollout.model_dump(mode="json"),
+                **_policy(self.config),
+            },
             follow="infra.follow:follow",
             environment=self._environment(),
             gpus=self.config.resources.rollout_gpus,
             memory_gib=self.config.resources.rollout_memory_gib,
         )
 
-    def _policy(self) -> dict[str, Any]:
-        """How the policy is trained and sampled, told to trainer and engine alike; empty: whole, in bf16 or fp32."""
-        chosen = {"lora": self.config.trained_lora, "mxfp8": self.config.used_mxfp8}
-        return {name: settings.model_dump(mode="json") for name, settings in chosen.items() if settings is not None}
-
     def _environment(self) -> dict[str, str]:
         threads = str(self.config.resources.threads or os.cpu_count() or 1)
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _policy(config: TrainConfig) -> dict[str, Any]:
+    """How the policy is trained and sampled, told to trainer and engine alike; empty: whole, in bf16 or fp32."""
+    chosen = {"lora": config.trained_lora, "mxfp8": config.used_mxfp8}
+    return {name: settings.model_dump(mode="json") for name, settings in chosen.items() if settings is not None}
+
+
+def fitting_microbatch(run: Run, config: TrainConfig) -> int:
+    """Tokens of the trainer's microbatch: the settings', or fewer, if it was found while training that only these fit."""
+    fits = (run.read_json("memory.json") or {}).get("microbatch_tokens", config.update.microbatch_tokens)
+    return min(fits, config.update.microbatch_tokens)
 
 
 @contextmanager
@@ -155,14 +173,13 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     parameters = config.model_dump(mode="json")
     tracker = Tracker(uri, config.tracking.experiment, run_name, store, parameters, owns_status=visit is None)
     names = f"{run_name}/{visit}" if visit else run_name
-    fits = (run.read_json("memory.json") or {}).get("microbatch_tokens", config.update.microbatch_tokens)
-    microbatch = min(fits, config.update.microbatch_tokens)
+    microbatch = fitting_microbatch(run, config)
     session = Session(config, run, str(model), digest, vocabulary, resumed, progress, tracker, names, microbatch)
     status = "FAILED"
     try:
         for engines in session.engines_at_once(training=visit is None):
             require_room(engines)
-        with held_slots(config.resources.slots, config.resources.slots_needed(at_once=visit is None)):
+        with session.holds, held_slots(config.resources.slots, config.resources.slots_needed(at_once=visit is None)):
             try:
                 yield session
             finally:

@@ -8,6 +8,7 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
 from infra.run import Head, Run
 from infra.store import Store
+from tasks.sync.retention import holding
 from tasks.sync.task import publish_policy
 
 
@@ -19,22 +20,24 @@ class Version:
     number: int
     update: ArtifactRef
     """What the trainer follows to get there."""
-    policy: ArtifactRef | None
-    """The tensors, where they are kept."""
 
 
-def run_config(config: VersionConfig, name: str | None = None) -> TrainConfig:
+def run_config(config: VersionConfig) -> TrainConfig:
     """The settings that the run was started with, with `config`'s store, evaluation, tracking, timeouts and resources.
 
     Raises BadInput when there is no such run.
     """
-    name = name or config.run
-    stored = Run(store=Store.at(config.store).url, name=name).settings()
+    return _config_of(Run(store=Store.at(config.store).url, name=config.run), config)
+
+
+def _config_of(run: Run, visitor: VersionConfig | TrainConfig) -> TrainConfig:
+    """The settings that `run` was started with, with what the visitor's replace."""
+    stored = run.settings()
     stored.pop("model_fingerprint")
-    kept = config.model_dump(
+    kept = visitor.model_dump(
         mode="json", include={"store", "credentials", "evaluation", "tracking", "timeouts", "resources"}
     )
-    return parse_config(TrainConfig, {**stored, **kept, "run": name}, source=f"run {name}")
+    return parse_config(TrainConfig, {**stored, **kept, "run": run.name}, source=f"run {run.name}")
 
 
 def find_version(run: Run, number: int | None) -> Version:
@@ -43,23 +46,31 @@ def find_version(run: Run, number: int | None) -> Version:
     if head is None:
         raise BadInput(f"run: {run.name!r} has no committed policy in {run.store}; train it first")
     if number is None or number == head.step:
-        return Version(run, head.step, head.update, head.policy)
+        return Version(run, head.step, head.update)
     if number > head.step:
         raise BadInput(f"version: run {run.name!r} has versions 0 to {head.step}, not {number}")
-    update = updates_of(head)[number]
-    return Version(run, number, update, run.stage("policy", number, [update]).committed())
+    return Version(run, number, updates_of(head)[number])
 
 
 def policy_of(session: Session, version: Version) -> ArtifactRef:
-    """The version's tensors. Where they are gone, the trainer makes them again, with the same digest."""
-    if version.policy is not None:
-        return version.policy
-    session.start_alone(session.trainer)
-    with session.progress.waiting(f"making version {version.number} of {version.run.name} again"):
-        return publish_policy(
-            version.run.stage("policy", version.number, [version.update]), session.trainer, session.config.sync,
+    """The version's tensors. Where they are gone, a trainer of its run makes them again, with the same digest.
+
+    They are pinned until the session ends: a run that is trained meanwhile collects what it does not need.
+    """
+    run = version.run
+    stage = run.stage("policy", version.number, [version.update])
+    session.holds.enter_context(holding(run, Store.at(stage.store).uri(stage.key)))
+    if done := stage.committed():
+        return done
+    trainer = session.trainer_of(run, session.config if run == session.run else _config_of(run, session.config))
+    session.start_alone(trainer)
+    with session.progress.waiting(f"making version {version.number} of {run.name} again"):
+        made = publish_policy(
+            stage, trainer, session.config.sync,
             update=version.update, parent=None, timeout_s=session.config.timeouts.update_s,
         )  # fmt: skip
+    session.stop(trainer)  # two engines at once need not fit
+    return made
 
 
 def updates_of(head: Head) -> list[ArtifactRef]:

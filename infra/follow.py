@@ -85,7 +85,8 @@ class Prefetch:
 
 
 def prefetch(engine: PolicySink, ref: ArtifactRef) -> None:
-    """Begin to prepare the way to `ref` and return at once; `follow` will take what is ready."""
+    """Begin to prepare the way to `ref` and return at once; `follow` will take what is ready. For engines that sample
+    meanwhile: a user's own loop, a stock server; a run, which is on-policy, has nothing to sample while it syncs."""
     _discard(engine)
     engine.prefetched = Prefetch(engine, ref)
 

@@ -24,6 +24,9 @@ def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef,
 
     The first is full and is read whole, the rest are deltas; or all are deltas, the first to the version of digest
     `have`, that the reader holds. Empty when it holds `ref`. Raises BadInput when no chain is left in the store.
+
+    A version's parent may be gone, or another artifact than it was (collected and made again, from a checkpoint): the
+    way through it is closed, others may be open.
     """
     path: list[tuple[ArtifactRef, policy.PolicyVersion]] = []
     best: list[tuple[ArtifactRef, policy.PolicyVersion]] | None = None
@@ -32,10 +35,10 @@ def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef,
     while at is not None and spent < cheapest:
         try:
             what = policy.describe(at)
-        except BadInput:
+        except (BadInput, Corrupted):
             if at is ref:
                 raise
-            break  # collected
+            break
         if what.policy_digest == have and what.form != "adapter":
             return path[::-1]
         path.append((at, what))
@@ -43,6 +46,8 @@ def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef,
             best, cheapest = path[::-1], cost
         if not what.is_delta:
             break
+        if what.base == have:
+            return path[::-1]
         spent += sum(frame.bytes for frame in what.frames or [])
         at = what.parent
     if best is None:

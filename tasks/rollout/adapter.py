@@ -1,15 +1,17 @@
 """The policy's adapter in vLLM: the settings of an engine that serves one, and its replacement in place.
 
-`load` runs inside each vLLM worker (`LLM.collective_rpc`).
+`_load` and `_settle` run inside each vLLM worker (`LLM.collective_rpc`).
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from infra.adapters import MODULES, LoraConfig
+from tasks.rollout import weights
 
 NAME, ID = "policy", 1
 """Every version of the adapter has this name and id: vLLM never holds two."""
@@ -81,8 +83,19 @@ def request() -> Any:
     return LoRARequest(NAME, ID, "in-memory")
 
 
-def load(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Put an adapter (2-D layout, PEFT's names) in the place of the one that is there.
+def replace(call: Callable[..., list[Any]], update: AdapterUpdate) -> None:
+    """Put an adapter in the place of the one that every worker has; when it fails in one, all have the old one again, and
+    its fault is raised.
+
+    `call(function, args=...)` runs a function in every worker (`LLM.collective_rpc`).
+    """
+    faults = call(_load, args=(update.tensors, update.config))
+    call(_settle, args=(any(faults),))
+    weights.raise_first(faults)
+
+
+def _load(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> weights.Faults:
+    """Load an adapter (2-D layout, PEFT's names) in the place of the one that is there, which is kept until `_settle`.
 
     vLLM folds alpha / rank into the B that it is given, in place: it gets copies, so that tensors loaded twice are
     scaled once.
@@ -92,17 +105,34 @@ def load(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) 
 
     workers = worker.model_runner.lora_manager
     manager = workers._adapter_manager
-    helper = PEFTHelper.from_dict(config)
-    helper.validate_legal(workers.lora_config)
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    adapter = LoRAModel.from_lora_tensors(
-        ID,
-        {name: tensor.clone() for name, tensor in tensors.items()},
-        helper,
-        device="cpu",
-        dtype=workers.lora_config.lora_dtype,
-        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
-    )
+    worker.adapter_before = manager.get_adapter(ID)
+    try:
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(workers.lora_config)
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ID,
+            {name: tensor.clone() for name, tensor in tensors.items()},
+            helper,
+            device="cpu",
+            dtype=workers.lora_config.lora_dtype,
+            weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        )
+        manager.remove_adapter(ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ID)
+    except Exception as fault:
+        return [fault]
+    return []
+
+
+def _settle(worker: Any, restore: bool) -> None:
+    """Forget the adapter before, or put it back: laid out for the kernels already, as vLLM keeps it."""
+    before = worker.__dict__.pop("adapter_before")
+    if not restore:
+        return
+    manager = worker.model_runner.lora_manager._adapter_manager
     manager.remove_adapter(ID)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(ID)
+    if before is not None:
+        manager._registered_adapters[ID] = before
+        manager.activate_adapter(ID)

@@ -85,7 +85,8 @@ class RolloutConfig(Config):
     """Record the experts that each token was routed to, for replay in the trainer. auto: when the model has experts."""
     in_flight: Literal["keep", "recompute"] = "keep"
     """Requests that are running when new weights come. keep: they go on with the KV that they have. recompute: they are
-    interrupted and resumed, all of their KV computed anew under the new weights."""
+    interrupted and resumed, all of their KV computed anew under the new weights. A run samples nothing while it syncs: this is
+    for those who drive the engine themselves."""
     engine: dict[str, Any] = {}
     """Further keyword arguments of vllm.LLM, e.g. {"max_num_seqs": 64}; not those that other settings decide."""
 

@@ -11,7 +11,7 @@ from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
-from tasks.rollout import adapter
+from tasks.rollout import adapter, prefixes
 from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.arguments import engine_arguments, has_experts, prepare_environment
 from tasks.rollout.config import RolloutConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from infra.codec.frame import Changes
     from infra.follow import Prefetch
+    from tasks.rollout.mirrored import MirroredSink, MirroredUpdate
     from tasks.rollout.patches import Update
     from tasks.rollout.shards import ShardedSink, ShardedUpdate
     from tasks.rollout.sink import ModelSink
@@ -103,15 +104,21 @@ class RolloutEngine:
         self._sink = self._make_sink()
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
-    def _make_sink(self) -> "ModelSink | ShardedSink":
+    def _make_sink(self) -> "ModelSink | ShardedSink | MirroredSink":
+        from tasks.rollout.mirrored import MirroredSink
+
+        quantised = self.mxfp8 is not None  # it holds what a version's elements and scales stand for, not those
         if self.config.tensor_parallel_size * self.config.pipeline_parallel_size == 1:
             from tasks.rollout.sink import ModelSink
 
-            return self._llm.collective_rpc(ModelSink, args=(self._shapes,))[0]
-        from tasks.rollout.shards import ShardedSink
+            sink = self._llm.collective_rpc(ModelSink, args=(self._shapes,))[0]
+            whole_only = quantised or not sink.slots
+        else:
+            from tasks.rollout.shards import ShardedSink
 
-        call = _locked(self._stepping, self._llm.collective_rpc)
-        return ShardedSink(call, self._shapes, whole_only=self.mxfp8 is not None)
+            call = _locked(self._stepping, self._llm.collective_rpc)
+            sink, whole_only = ShardedSink(call, self._shapes, whole_only=quantised), quantised
+        return MirroredSink(sink, dequantize_tensors if quantised else iter) if whole_only else sink
 
     def sample(
         self,
@@ -188,22 +195,21 @@ class RolloutEngine:
         self.commit(self.prepare_whole(tensors), version)
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
-        """A copy of a checkpoint tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine
-        cannot tell: it is in a layout of a kernel's own, or held in fewer bits."""
-        if self.mxfp8 is not None:  # it holds what a version's elements and scales stand for, not those
-            return None
+        """A copy of a tensor's bits as the policy has it in `dtype` (infra/codec/layout.py); None when the engine cannot tell:
+        it holds the tensor in fewer bits, or, where it keeps the policy in a mirror, none was given yet."""
         return self._sink.words(name, dtype)
 
-    def prepare(self, changes: "Iterable[tuple[str, torch.dtype, Changes]]") -> "Update | ShardedUpdate":
+    def prepare(
+        self, changes: "Iterable[tuple[str, torch.dtype, Changes]]"
+    ) -> "Update | ShardedUpdate | MirroredUpdate":
         """What `commit` will write, of a policy whose tensors' `words` the changes are relative to. Changes nothing."""
         return self._sink.prepare(changes)
 
-    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update | ShardedUpdate":
+    def prepare_whole(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> "Update | ShardedUpdate | MirroredUpdate":
         """What `commit` will write to hold a full policy. Changes nothing."""
         if self.lora is not None:
             raise BadInput("the engine serves an adapter: it takes versions of form adapter, not full ones")
-        numbers = tensors if self.mxfp8 is None else dequantize_tensors(tensors)
-        return self._sink.prepare_whole(numbers)
+        return self._sink.prepare_whole(tensors)
 
     def prepare_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any]) -> adapter.AdapterUpdate:
         """What `commit` will write to serve an adapter in place of the last one: PEFT's names and 2-D layout, and its
@@ -213,22 +219,24 @@ class RolloutEngine:
         check_fits(tensors, self._shapes, self.lora.engine_rank)
         return adapter.AdapterUpdate(tensors, config)
 
-    def commit(self, update: "Update | ShardedUpdate | adapter.AdapterUpdate", version: str) -> None:
+    def commit(self, update: "Update | ShardedUpdate | MirroredUpdate | adapter.AdapterUpdate", version: str) -> None:
         """Write a prepared update; when it raises, the old weights are back, bit for bit.
 
         May be called from another thread while `sample` runs: it waits for the step that is being computed, and the
-        requests in flight go on under the new weights, as `config.in_flight` says. KV of the old weights is dropped.
+        requests in flight go on under the new weights, as `config.in_flight` says. Requests that are admitted later, in
+        the same call too, find no KV of the old weights.
         """
         with self._stepping:
             if isinstance(update, adapter.AdapterUpdate):
-                self.version = None  # should vLLM fail, it holds neither adapter
-                self._llm.collective_rpc(adapter.load, args=(update.tensors, update.config))
+                adapter.replace(self._llm.collective_rpc, update)
                 self._lora_request = adapter.request()
             else:
                 self._sink.commit(update, version)
             self.version = version
-            recompute = self.config.in_flight == "recompute"
-            self._llm.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
+            if self.config.in_flight == "recompute":
+                self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)  # raises if it cannot
+            else:
+                prefixes.forget(self._llm.llm_engine.engine_core.engine_core.scheduler)
 
     def apply_adapter(self, tensors: "dict[str, torch.Tensor]", config: dict[str, Any], version: str) -> None:
         """Take over an adapter in place of the last one (see `prepare_adapter`)."""

@@ -4,7 +4,8 @@
 
 (with VLLM_SERVER_DEV_MODE=1 for the endpoints). A version is named by its ArtifactRef, as JSON. `init_info
 {"prefetch": ref}` has each worker read, decode and verify it beside its work, as often as one likes; `update_info
-{"ref": ref}` then writes what changed. No trainer takes part, and a failed update leaves the worker's old weights.
+{"ref": ref}` then writes what changed. No trainer takes part, and a failed update leaves the worker's old weights. Versions
+that are no model's own weights, adapters and MXFP8's elements and scales, are refused.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from infra import follow
+from infra import follow, policy
 from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
+from infra.mxfp8 import SCALE
 from infra.tensors import checkpoint_shapes
 from tasks.rollout.sink import ModelSink
 
@@ -69,7 +71,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         """Prepare `init_info.prefetch` in the background."""
         if init_info.prefetch is not None:
-            follow.prefetch(self.sink, ArtifactRef.model_validate(init_info.prefetch))
+            follow.prefetch(self.sink, _of_weights(init_info.prefetch))
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
@@ -80,13 +82,30 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):
 
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Come to the version `update_info.ref`, or raise and keep the old weights."""
-        follow.follow(self.sink, ArtifactRef.model_validate(update_info.ref))
+        follow.follow(self.sink, _of_weights(update_info.ref))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
 
     def shutdown(self) -> None:
         """Nothing is held open."""
+
+
+def _of_weights(named: dict[str, str]) -> ArtifactRef:
+    """The ref of a version that a stock model can hold, else BadInput."""
+    ref = ArtifactRef.model_validate(named)
+    what = policy.describe(ref)
+    if what.form == "adapter":
+        raise BadInput(
+            f"{ref.uri} is an adapter: weight transfer replaces the model's own weights; load it by vLLM's "
+            "load_lora_adapter from a folder (publish with adapter_folder=...)"
+        )
+    if quantised := sorted(name for name in what.tensors if name + SCALE in what.tensors):
+        raise BadInput(
+            f"{ref.uri} is in MXFP8 ({quantised[0]} comes with scales): a stock server cannot take it by weight transfer; "
+            "serve the folder that the publish flow makes of it"
+        )
+    return ref
 
 
 class _Worker:

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,6 +88,26 @@ def test_adapters_replace_each_other_and_are_scaled_once(model: Model):
         model.engine.apply_adapter(tensors, peft_config(LORA, tensors), "again")
     assert model.engine.token_logprobs(PROBE) == first
     assert len(model.engine._llm.llm_engine.list_loras()) == 1
+
+
+@pytest.mark.parametrize("at", ["add_adapter", "activate_adapter", "set_lora"])
+def test_a_replacement_that_breaks_off_leaves_the_old_adapter(model: Model, at: str):
+    before = model.apply(1)
+    workers = model.engine._llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
+    target = list(workers[0].modules.values())[-1] if at == "set_lora" else workers[0]
+    real, failed = getattr(target, at), []
+
+    def breaking(*arguments: Any) -> Any:
+        if not failed:  # the first time; not when the old one is put back
+            failed.append(at)
+            raise RuntimeError("in the middle of an apply")
+        return real(*arguments)
+
+    with mock.patch.object(target, at, breaking), pytest.raises(RuntimeError, match="in the middle of an apply"):
+        model.apply(2)
+    assert failed and model.engine.version == "adapter-1"
+    assert model.engine.token_logprobs(PROBE) == before
+    assert model.apply(2) != before and model.apply(1) == before
 
 
 def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(model: Model):

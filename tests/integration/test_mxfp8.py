@@ -2,19 +2,27 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from infra import policy
+from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
+from infra.follow import follow
 from infra.models import megatron_cpu
 from infra.mxfp8 import Mxfp8Config, dequantize, quantize, rounded, scale_exponents
+from infra.run import Run
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
 from tasks.update.config import UpdateConfig
 from tests.integration import tiny_models
 from tests.integration.test_trainer import scored
+from tests.unit.sync.engines import TensorTrainer
 
 megatron_cpu.install()  # before vLLM is imported: trainer and engine share a process here, as they never do in a run
 MXFP8 = Mxfp8Config(emulation=True)
@@ -124,6 +132,32 @@ def test_trainer_and_engine_compute_the_same_after_every_version(pair: Pair):
         assert difference(served, trained).mean() < 0.02 * apart, f"step {step}: MXFP8 itself is {apart} away from fp32"
         pair.trainer.update(scored(step))
         plain.update(scored(step))
+
+
+def test_an_engine_follows_by_what_changed_and_holds_what_whole_versions_give(pair: Pair, tmp_path: Path):
+    run, refs = Run(store=f"file://{tmp_path}", name="r"), list[ArtifactRef]()
+    trainer, served = make_trainer(pair.folder), list[list[list[float]]]()
+    source = TensorTrainer({})
+    for step in range(3):
+        source.tensors = {name: tensor.clone() for name, tensor in trainer.export()}
+        refs.append(publish(source, run.stage("policy", step, []), SyncConfig(), refs[-1] if refs else None))
+        pair.engine.apply(source.export(), f"v{step}")
+        served.append(pair.engine.token_logprobs(PROBE))
+        trainer.update(scored(step))
+    assert served[0] != served[1] != served[2]
+
+    follow(pair.engine, refs[0])
+    sink: Any = pair.engine._sink
+    with mock.patch.object(pair.engine, "prepare_whole", side_effect=AssertionError("only changes may come")):
+        follow(pair.engine, refs[1])
+        assert pair.engine.token_logprobs(PROBE) == served[1]
+        with mock.patch.object(sink._sink, "commit", side_effect=RuntimeError("a kernel")), pytest.raises(RuntimeError):
+            follow(pair.engine, refs[2])
+        assert pair.engine.version == policy.describe(refs[1]).policy_digest
+        assert pair.engine.token_logprobs(PROBE) == served[1]
+        follow(pair.engine, refs[2])
+    assert pair.engine.token_logprobs(PROBE) == served[2]
+    assert policy.digest_tensors((name, sink.mirror.tensor(name)) for name in sink.mirror.names) == pair.engine.version
 
 
 def test_a_version_holds_elements_and_scales_of_the_layers_and_nothing_else_quantised(pair: Pair):

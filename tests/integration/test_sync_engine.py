@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,11 +11,17 @@ import pytest
 import torch
 
 from infra import policy, policy_read
+from infra.errors import BadInput
 from infra.follow import follow, prefetch
+from infra.mxfp8 import quantize_tensors
+from infra.run import Run
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tasks.rollout.patches import Patch
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
 from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Versions, sampled
+from tests.unit.sync.engines import TensorTrainer
 
 TRANSFER = {"weight_transfer_config": {"backend": "policyflow"}}
 SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, engine=TRANSFER)
@@ -100,8 +107,10 @@ def test_vllm_s_loader_that_breaks_off_leaves_the_old_version(versions: Versions
 def test_requests_in_flight_go_on_under_the_new_weights(
     versions: Versions, engine: RolloutEngine, in_flight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prepared in a thread while sampling, committed between two steps of it."""
+    """Prepared in a thread while sampling, committed between two steps of it. Three of six requests are in flight at the
+    switch, the others are admitted after it: where samples fork, the prompts' second ones."""
     monkeypatch.setattr(engine, "config", SETTINGS.model_copy(update={"in_flight": in_flight}))
+    monkeypatch.setattr(scheduler_of(engine), "max_num_running_reqs", 3)
     steps, step, started = [0], engine._llm.llm_engine.step, threading.Event()
 
     def counting() -> Any:
@@ -123,15 +132,65 @@ def test_requests_in_flight_go_on_under_the_new_weights(
     thread.join(60)
     assert not thread.is_alive() and steps[0] > 20
     assert max(map(len, tables[0]["response_ids"].to_pylist())) > 20, "some were in flight at the switch"
-    for row in tables[0].to_pylist():
+    for index, row in enumerate(tables[0].to_pylist()):
         ids, count = row["prompt_ids"] + row["response_ids"], len(row["response_ids"])
         scored = versions.fresh.token_logprobs([ids])[0][-count:]
-        tail = [abs(a - b) for a, b in zip(row["logprobs"][10:], scored[10:], strict=True)]
-        if in_flight == "recompute":
-            assert max(tail, default=0.0) < 1e-4, "after the switch, everything is of the new weights"
-        else:
-            assert len(row["response_ids"]) == 40 or row["finish_reason"] == "stop"
+        apart = [abs(a - b) for a, b in zip(row["logprobs"], scored, strict=True)]
+        if row["sample"] == 1 if engine._forks else index >= 3:
+            assert max(apart) < 1e-4, "of the new weights, with no KV of the old ones"
+        elif len(apart) > 20:
+            assert max(apart[:8]) > 1e-3, "before the switch, of the old weights"
+            if in_flight == "recompute":
+                assert max(apart[10:]) < 1e-4, "after the switch, everything is of the new weights"
+            else:
+                assert max(apart[10:]) > 1e-3, "it has kept its KV"
     assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE), "no KV of the old weights is left"
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_no_request_takes_over_kv_of_old_weights(
+    versions: Versions, engine: RolloutEngine, in_flight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time, of one call, with common prefixes: during the first, new weights come. The second would find
+    its first block, the third the block that it has completed under the new weights, on top of KV of the old ones."""
+    monkeypatch.setattr(engine, "config", SETTINGS.model_copy(update={"in_flight": in_flight}))
+    monkeypatch.setattr(scheduler_of(engine), "max_num_running_reqs", 1)
+    from vllm import SamplingParams
+
+    step, prefix = engine._llm.llm_engine.step, PROBE[0][:40]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0, detokenize=False)
+
+    def generate(*prompts: list[int]) -> list[Any]:
+        follow(engine, versions.refs[0])
+        steps = [0]
+
+        def switching() -> Any:
+            outputs = step()
+            steps[0] += 1
+            if steps[0] == 8:
+                follow(engine, versions.refs[4])
+            return outputs
+
+        monkeypatch.setattr(engine._llm.llm_engine, "step", switching)
+        outputs = engine._generate(list(prompts), [params] * len(prompts), fork=False)
+        monkeypatch.setattr(engine._llm.llm_engine, "step", step)
+        return [output.outputs[0] for output in outputs]
+
+    first = list(generate([*prefix, 1])[0].token_ids)
+    prompts = [[*prefix, 1], [*prefix, 2], [*prefix, 1, *first]]
+    apart = []
+    for prompt, output in zip(prompts, generate(*prompts), strict=True):
+        ids = list(output.token_ids)
+        assert len(ids) == 30
+        scored = versions.fresh.token_logprobs([prompt + ids])[0][-30:]
+        found = [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
+        apart.append([abs(a - b) for a, b in zip(found, scored, strict=True)])
+    assert max(apart[0][:8]) > 1e-3 and (max(apart[0][9:]) > 1e-3) == (in_flight == "keep")
+    assert max(apart[1]) < 1e-4 and max(apart[2]) < 1e-4
+
+
+def scheduler_of(engine: RolloutEngine) -> Any:
+    return engine._llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def test_a_stock_vllm_takes_versions_through_its_weight_transfer(versions: Versions, engine: RolloutEngine) -> None:
@@ -145,3 +204,23 @@ def test_a_stock_vllm_takes_versions_through_its_weight_transfer(versions: Versi
     llm.reset_prefix_cache()
     assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
     engine._sink.version = engine.version = None  # the engine was passed by
+
+
+@pytest.mark.parametrize("kind", ["adapter", "MXFP8"])
+def test_a_stock_vllm_refuses_what_is_not_its_model_s_weights(
+    versions: Versions, engine: RolloutEngine, tmp_path: Path, kind: str
+) -> None:
+    before, version = sampled(engine), dict(policy_read.read(versions.refs[1]))
+    if kind == "MXFP8":
+        trainer = TensorTrainer(dict(quantize_tensors(version.items(), ["model.layers.0.self_attn.q_proj.weight"])))
+    else:
+        path = "base_model.model.model.layers.0.self_attn.q_proj"
+        trainer = TensorTrainer({f"{path}.lora_A.weight": torch.ones(2, 64)}, {"peft_type": "LORA", "r": 2})
+    stage = Run(store=f"file://{tmp_path}", name="r").stage("policy", 0, [])
+    ref = json.loads(publish(trainer, stage, SyncConfig(), None).model_dump_json())
+    with pytest.raises(BadInput, match=f"is (an|in) {kind}.*(weight transfer|by weight transfer)"):
+        engine._llm.init_weight_transfer_engine({"init_info": {"prefetch": ref}})
+    engine._llm.start_weight_update()
+    with pytest.raises(BadInput, match=f"is (an|in) {kind}"):
+        engine._llm.update_weights({"update_info": {"ref": ref}})
+    assert sampled(engine).equals(before)

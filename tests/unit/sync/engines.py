@@ -13,21 +13,22 @@ from tasks.rollout.slots import Slot
 
 
 class TensorTrainer:
-    """Exports the tensors that it is given."""
+    """Exports the tensors that it is given: a whole policy, or with `config` (PEFT's) an adapter."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None):
+        self.tensors, self.config = tensors, config
         self.published: Mirror | None = None
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()
 
     def adapter_config(self) -> dict[str, Any] | None:
-        return None
+        return self.config
 
 
 class TensorEngine:
-    """Holds a policy as the rollout engine does: in slots, in `dtype` (None: each tensor's own), patched in place."""
+    """Holds a policy as the rollout engine does: in slots, in `dtype` (None: each tensor's own), patched in place. An
+    adapter's tensors too, for want of a kernel that would hold them."""
 
     def __init__(self, like: dict[str, torch.Tensor], dtype: torch.dtype | None = None):
         self.version: str | None = None
@@ -48,6 +49,10 @@ class TensorEngine:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.memory.items()}
         self.whole += 1
         return patches.Update.full(self.slots, weights.collect(tensors, shapes))
+
+    def prepare_adapter(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> patches.Update:
+        assert config
+        return patches.Update.full(self.slots, tensors.items())
 
     def commit(self, update: patches.Update, version: str) -> None:
         patches.write(update.patches)

@@ -1,7 +1,7 @@
 """Whatever dies, and wherever: an engine holds a committed version, and after a retry the trainer's, bit for bit.
 
-Random chains of versions, of random dtypes and sizes of steps, go from a trainer to two engines through a store whose
-process dies between any two writes or loses a reply, and through applies that break off.
+Random chains of versions (full, deltas with anchors, adapters), of random dtypes and sizes of steps, go from a trainer to
+two engines through a store whose process dies between any two writes or loses a reply, and through applies that break off.
 """
 
 import os
@@ -31,6 +31,8 @@ from tests.unit.sync.faults import Died, DyingFiles
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """A store in memory: thousands of writes would wait for a disk otherwise."""
 
@@ -42,12 +44,14 @@ class BrokenOff(RuntimeError):
 class World:
     """A run's trainer, store and engines, driven as the train flow drives them."""
 
-    def __init__(self, folder: str, dtypes: list[torch.dtype], config: SyncConfig, wide: bool, seed: int):
+    def __init__(
+        self, folder: str, dtypes: list[torch.dtype], config: SyncConfig, wide: bool, seed: int, adapter: bool = False
+    ):
         self.files = DyingFiles()
         self.run = Run(store=f"file://{folder}/store", name="r")
         self.config, self.generator = config, np.random.default_rng(seed)
         tensors = {f"t{i}": self.any_bits(dtype, (3 + 7 * i, 11)) for i, dtype in enumerate(dtypes)}
-        self.trainer = TensorTrainer(tensors)
+        self.trainer = TensorTrainer(tensors, ADAPTER if adapter else None)
         # An engine in float32 holds bf16 exactly, NaNs included; float16 and fp8 may change a NaN's payload.
         widened = torch.float32 if wide and set(dtypes) <= {torch.bfloat16, torch.float32} else None
         self.make_engine: Callable[[], TensorEngine] = lambda: TensorEngine(tensors, widened)
@@ -113,6 +117,18 @@ class World:
             held = fresh.words(name, tensor.dtype)
             assert held is not None and np.array_equal(held, words(tensor)), name
 
+    def check_collected(self) -> None:
+        """After a collection of which nothing dies, nothing is left but version 0, the last ones and what they are made of."""
+        assert self.head is not None
+        retention.drop_old_versions(self.run, self.head.policy, self.config.keep_versions)
+        first, each = max(0, self.head.step + 1 - self.config.keep_versions), self.config.anchor_every
+        if self.config.form == "auto" and self.trainer.config is None:
+            first = first // each * each
+        keys = (Store.at(self.run.store) / "runs/r/steps").keys()
+        folders = {tuple(key.split("/")[:2]) for key in keys}
+        numbers = sorted(int(number) for number, _ in folders)
+        assert numbers == sorted({0, *range(first, self.head.step + 1)})
+
 
 FAULTS = st.one_of(
     st.none(),
@@ -130,7 +146,7 @@ STEPS = st.lists(
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
     anchor_every=st.integers(1, 4),
     keep_versions=st.integers(1, 3),
-    form=st.sampled_from(["auto", "auto", "full"]),
+    form=st.sampled_from(["auto", "auto", "full", "adapter"]),
     wide=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
     steps=STEPS,
@@ -138,9 +154,10 @@ STEPS = st.lists(
 def test_engines_hold_committed_versions_only_and_in_the_end_the_trainers(
     dtypes: list[torch.dtype], anchor_every: int, keep_versions: int, form: Any, wide: bool, seed: int, steps: list[Any]
 ) -> None:
-    config = SyncConfig(anchor_every=anchor_every, keep_versions=keep_versions, form=form)
+    adapter = form == "adapter"
+    config = SyncConfig(anchor_every=anchor_every, keep_versions=keep_versions, form="auto" if adapter else form)
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        world = World(folder, dtypes, config, wide, seed)
+        world = World(folder, dtypes, config, wide, seed, adapter)
         with mock.patch.object(Store, "backend", property(lambda _: world.files)):
             for share, fault, lost in steps:
                 world.train(share)
@@ -158,6 +175,7 @@ def test_engines_hold_committed_versions_only_and_in_the_end_the_trainers(
                 now = policy.digest_tensors(world.trainer.export())
                 assert [engine.version for engine in world.engines] == [now, now]
             world.check_store()
+            world.check_collected()
 
 
 def broken(world: World, fault: tuple[str, int, bool]) -> None:
@@ -223,4 +241,5 @@ def die_everywhere(folder: str) -> None:
                     world.sync()
                 world.check_engines()
                 world.check_store()
+                world.check_collected()
         assert at > 5, "a step has several writes"

@@ -10,11 +10,13 @@ import torch
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
+from infra.errors import Corrupted
 from infra.follow import follow, prefetch
 from infra.run import Run
 from infra.store import Store
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
+from tasks.sync.retention import drop_old_versions
 from tests.unit.sync.engines import TensorEngine, TensorTrainer
 
 CONFIG = SyncConfig(anchor_every=4)
@@ -135,6 +137,33 @@ def test_an_engine_that_cannot_tell_its_weights_gets_versions_whole(chain: Chain
         follow(engine, chain.publish())
         assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[number]
     assert engine.whole == 3
+
+
+def test_a_version_that_was_collected_and_made_again_closes_no_way(chain: Chain) -> None:
+    """Made again it is full, another artifact in the old one's place: the refs of later versions are to the old one."""
+    chain.publish(4)
+    made = TensorTrainer({name: tensor.clone() for name, tensor in chain.trainer.tensors.items()})
+    chain.publish(3)  # 4 is an anchor
+    assert drop_old_versions(chain.run, chain.refs[6], keep=2)
+    again = publish(made, chain.run.stage("policy", 3, []), CONFIG, None)
+    assert again.uri == chain.refs[3].uri and again.digest != chain.refs[3].digest
+    assert policy.describe(again).policy_digest == chain.digests[3]
+    with pytest.raises(Corrupted, match="another artifact"):
+        policy.describe(chain.refs[3])
+
+    for have in (None, chain.digests[1]):
+        assert [what.version for _, what in policy_read.chain(chain.refs[6], have)] == [4, 5, 6]
+    fresh, engine = TensorEngine(tensors()), TensorEngine(tensors())
+    follow(fresh, chain.refs[6])
+    follow(engine, again)
+    follow(engine, chain.refs[6])
+    for one in (fresh, engine):
+        assert one.version == held(one, chain.trainer.tensors) == chain.digests[6] and one.whole == 1
+    drop_old_versions(chain.run, chain.refs[6], keep=4)  # would keep 3, if it were the parent of 4
+    assert chain.run.stage("policy", 3, []).committed() is None
+    chain.trainer.published = None
+    follow(engine, chain.publish())
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[7]
 
 
 def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain, tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
 """What is collected, and what must not be: all that a kept version is made of."""
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
 from infra.follow import follow
 from infra.store import Store
+from tasks.sync import retention
 from tasks.sync.config import SyncConfig
-from tasks.sync.retention import drop_old_versions, pin, unpin
-from tests.unit.sync.engines import TensorEngine
-from tests.unit.sync.test_follow import Chain, tensors
+from tasks.sync.publish import publish
+from tasks.sync.retention import drop_old_versions, holding, pin, unpin
+from tests.unit.sync.engines import TensorEngine, TensorTrainer
+from tests.unit.sync.test_follow import CONFIG, Chain, tensors
 
 
 def left(chain: Chain) -> list[int]:
@@ -32,7 +40,7 @@ def test_the_last_versions_and_what_they_are_made_of_stay(tmp_path: Path) -> Non
 def test_what_a_pin_names_stays_until_it_is_dropped(tmp_path: Path) -> None:
     chain = Chain(tmp_path, SyncConfig(anchor_every=3))
     chain.publish(10)
-    pin(chain.run, "engine-b", chain.refs[5])
+    pin(chain.run, "engine-b", chain.refs[5].uri)
     drop_old_versions(chain.run, chain.refs[9], keep=1)
     assert left(chain) == [0, 3, 4, 5, 9]
     engine = TensorEngine(tensors())
@@ -53,3 +61,83 @@ def test_a_lagging_engine_whose_deltas_are_gone_gets_the_newest_whole(tmp_path: 
     follow(engine, chain.refs[7])
     assert engine.version == policy.digest_tensors(engine.memory.items()) == chain.digests[7]
     assert engine.whole == 2
+
+
+def test_a_version_is_held_while_it_is_used_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path, SyncConfig(anchor_every=3))
+    chain.publish(10)
+    with pytest.raises(RuntimeError, match="evaluation"), holding(chain.run, chain.refs[4].uri):
+        drop_old_versions(chain.run, chain.refs[9], keep=1)
+        assert left(chain) == [0, 3, 4, 9]
+        raise RuntimeError("in the evaluation")
+    drop_old_versions(chain.run, chain.refs[9], keep=1)
+    assert left(chain) == [0, 9], "a fault lets go of it"
+
+    chain.publish(3)
+    pin(chain.run, "killed", chain.refs[10].uri, seconds=retention.LEASE_S)
+    drop_old_versions(chain.run, chain.refs[12], keep=1)
+    assert left(chain) == [0, 9, 10, 12]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + retention.LEASE_S + 1)
+    drop_old_versions(chain.run, chain.refs[12], keep=1)
+    assert left(chain) == [0, 12] and retention.pinned(chain.run) == set(), "nobody renews what a killed process held"
+
+
+def test_what_is_held_for_long_is_held_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path)
+    ref = chain.publish()
+    monkeypatch.setattr(retention, "LEASE_S", 0.4)
+    with holding(chain.run, ref.uri):
+        time.sleep(1.0)
+        assert retention.pinned(chain.run) == {ref.uri}
+    assert retention.pinned(chain.run) == set()
+
+
+def test_a_later_collection_removes_what_one_that_died_has_left(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, SyncConfig(anchor_every=3))
+    chain.publish(7)
+    delete, died = Store.delete, RuntimeError("died")
+    with (
+        mock.patch.object(Store, "delete", lambda s, key: delete(s, key) if "manifest" in key else raise_(died)),
+        pytest.raises(RuntimeError, match="died"),
+    ):
+        drop_old_versions(chain.run, chain.refs[6], keep=1)
+    assert left(chain) == [0, 2, 3, 4, 5, 6]
+    drop_old_versions(chain.run, chain.refs[6], keep=1)
+    assert steps_of(chain) == {0, 6}
+
+
+def test_an_upload_of_an_old_version_that_goes_on_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that is made again, which is pinned first; its manifest comes last."""
+    chain = Chain(tmp_path, SyncConfig(anchor_every=3))
+    chain.publish(7)
+    again = {name: tensor.clone() for name, tensor in policy_read.read(chain.refs[2])}
+    drop_old_versions(chain.run, chain.refs[6], keep=1)
+
+    class Trainer(TensorTrainer):
+        def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for index, found in enumerate(super().export()):
+                if index == 3:
+                    while 2 not in steps_of(chain):  # the first file is being made durable
+                        time.sleep(0.01)
+                    drop_old_versions(chain.run, chain.refs[6], keep=1)
+                yield found
+
+    monkeypatch.setattr("infra.tensors.SHARD_BYTES", 64)
+    stage = chain.run.stage("policy", 2, [])
+    with holding(chain.run, chain.refs[2].uri):
+        made = publish(Trainer(again), stage, CONFIG, None)
+        assert policy.digest_tensors(policy_read.read(made)) == chain.digests[2]
+    drop_old_versions(chain.run, chain.refs[6], keep=1)
+    assert steps_of(chain) == {0, 6}
+
+
+def steps_of(chain: Chain) -> set[int]:
+    """Numbers of the versions of which anything lies in the store."""
+    return {int(key.split("/")[0]) for key in (Store.at(chain.run.store) / "runs/r/steps").keys()}
+
+
+def raise_(fault: Exception) -> None:
+    raise fault
