@@ -190,6 +190,10 @@ def test_importing_a_flow_loads_no_engine():
             ["update.parallel.data=2", "resources={rollout_gpus: 1, update_gpus: 4}"],
             r"resources\.update_gpus \(4\) must be 2: update\.parallel makes 2 process",
         ),
+        (
+            ["policy=lora", "lora.targets=['*.layers.1.*.linear_fc1']", "update.parallel.pipeline=2"],
+            r"lora\.targets: '\*\.layers\.1\.\*\.linear_fc1' numbers layers or experts",
+        ),
         (["policy=lora", "lora.rank=1024"], r"lora\.rank: .*less than or equal to 512"),
         (["policy=lora", "lora.targets=[]"], r"lora\.targets: name at least one module"),
         (["policy=lora", "lora.experts=shared_outer"], r"needs Megatron's grouped experts, which need a GPU"),
