@@ -163,9 +163,11 @@ class TrainConfig(Config):
         if not isinstance(values, dict) or values.get("precision") != "mxfp8":
             return values
         sync, mxfp8 = values.get("sync") or {}, values.get("mxfp8") or {}
-        if not (isinstance(sync, dict) and isinstance(mxfp8, dict)) or sync.get("probe_tolerance") is not None:
+        if not (isinstance(sync, dict) and isinstance(mxfp8, dict)):
             return values
-        return values | {"sync": sync | {"probe_tolerance": 2.0 if mxfp8.get("train", True) else 5.0}}
+        limits = {"probe_tolerance": 10.0, "probe_mean_tolerance": 0.4 if mxfp8.get("train", True) else 1.0}
+        given = {name: value for name, value in sync.items() if name not in limits or value is not None}
+        return values | {"sync": limits | given}
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

@@ -53,9 +53,11 @@ def sync_engine(
         trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
         engine_logprobs, engine_span = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
         trainer_logprobs, trainer_span = trained.result()
-    result = compare(trainer_logprobs, engine_logprobs, config.tolerance)
+    result = compare(trainer_logprobs, engine_logprobs, config.tolerance, config.probe_mean_tolerance)
     seconds = {"engine_s": busy_seconds([engine_span, trainer_span])}
-    with stage.write("ack", metadata={"probe_max_diff": result.max_diff}, provenance=seconds) as writer:
+    with stage.write(
+        "ack", metadata={"probe_max_diff": result.max_diff, "probe_mean_diff": result.mean_diff}, provenance=seconds
+    ) as writer:
         writer.json("probe", result.model_dump())
     return writer.ref
 

@@ -29,6 +29,8 @@ class ProbeResult(Config):
     """The engine's logprobs."""
     max_diff: float
     """Largest |trainer - engine| over the probe (nats)."""
+    mean_diff: float
+    """Its mean."""
 
 
 def probe_sequences(config: SyncConfig, vocab_size: int) -> list[list[int]]:
@@ -57,12 +59,21 @@ def busy_seconds(spans: Iterable[Span]) -> float:
     return total
 
 
-def compare(trainer: list[list[float]], engine: list[list[float]], tolerance: float) -> ProbeResult:
-    """Hold the engine's logprobs against the trainer's. Raises SyncMismatch beyond `tolerance` (or at a NaN)."""
-    difference = float(np.abs(np.array(trainer) - np.array(engine)).max())
-    if not difference <= tolerance:
-        raise SyncMismatch(
-            f"after the sync the engine's logprobs differ from the trainer's by {difference:.3g} nats "
-            f"(sync.probe_tolerance is {tolerance:g}): the engine does not hold the published policy"
-        )
-    return ProbeResult(engine=engine, max_diff=difference)
+def compare(
+    trainer: list[list[float]], engine: list[list[float]], tolerance: float, mean_tolerance: float | None = None
+) -> ProbeResult:
+    """Hold the engine's logprobs against the trainer's. Raises SyncMismatch when one differs by more than `tolerance`, or all
+    in the mean by more than `mean_tolerance` (or at a NaN)."""
+    differences = np.abs(np.array(trainer) - np.array(engine))
+    largest, mean = float(differences.max()), float(differences.mean())
+    limits = [
+        ("probe_tolerance", "", largest, tolerance),
+        ("probe_mean_tolerance", " in the mean", mean, mean_tolerance),
+    ]
+    for setting, how, difference, limit in limits:
+        if limit is not None and not difference <= limit:
+            raise SyncMismatch(
+                f"after the sync the engine's logprobs differ from the trainer's by {difference:.3g} nats{how} "
+                f"(sync.{setting} is {limit:g}): the engine does not hold the published policy"
+            )
+    return ProbeResult(engine=engine, max_diff=largest, mean_diff=mean)

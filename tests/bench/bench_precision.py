@@ -15,7 +15,7 @@ from typing import Any
 from tests.bench import ours
 from tests.bench.bench_lora_decode import models
 
-STEPS = 6
+STEPS = 8
 MODES: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "mxfp8_rollout": {"emulation": True, "train": False},
@@ -37,6 +37,7 @@ def mismatches(name: str, model: Path) -> dict[str, float]:
         command = [sys.executable, "-m", "tests.bench.mismatch", json.dumps({"model": str(model), "mxfp8": mxfp8})]
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         figures |= {f"{name}_{mode}_{key}": value for key, value in found.items()}
+        print(name, mode, found, flush=True)
     return figures
 
 

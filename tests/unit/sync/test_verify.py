@@ -18,6 +18,9 @@ def test_a_difference_beyond_the_tolerance_is_a_mismatch():
     assert compare([[-1.0, -2.0]], [[-1.0, -2.01]], 0.02).max_diff == pytest.approx(0.01)
     with pytest.raises(SyncMismatch, match="does not hold the published policy"):
         compare([[-1.0, -2.0]], [[-1.0, -2.03]], 0.02)
+    assert compare([[-1.0, -2.0]], [[-1.0, -3.0]], 10, mean_tolerance=0.5).mean_diff == pytest.approx(0.5)
+    with pytest.raises(SyncMismatch, match=r"0\.6 nats in the mean \(sync\.probe_mean_tolerance is 0\.5\)"):
+        compare([[-1.0, -2.0]], [[-1.0, -3.2]], 10, mean_tolerance=0.5)
 
 
 def test_nan_is_a_mismatch():
