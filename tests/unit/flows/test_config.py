@@ -71,7 +71,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_valid(overrides: list[str],
             r"resources\.update_gpus \(2\) must be 1, or a share of one GPU: update\.parallel makes 1 process\(es\)",
         ),
         (
-            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, expert: 4}"],
+            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, data: 2, expert: 4}"],
             r"resources\.update_gpus \(4\) must be 16: update\.parallel makes 16",
         ),
         (["resources.rollout_gpus=1", "rollout.tensor_parallel_size=2"], r"resources\.rollout_gpus \(1\) must be 2: "),
