@@ -195,6 +195,12 @@ class TrainConfig(Config):
         emulated = self.precision == "mxfp8" and self.mxfp8.emulation and self.mxfp8.train
         if emulated and self.update.parallel.sequence:
             raise ValueError("mxfp8.emulation does not work with update.parallel.sequence: turn one of them off")
+        numbered = [target for target in self.lora.targets if re.search(r"(layers|experts)\.\d", target)]
+        if self.policy == "lora" and numbered and max(self.update.parallel.pipeline, self.update.parallel.expert) > 1:
+            raise ValueError(
+                f"lora.targets: {numbered[0]!r} numbers layers or experts, which Megatron counts within a process: use "
+                "update.parallel.pipeline 1 and expert 1, or names without numbers"
+            )
         if self.policy == "lora" and self.update.router_bias_rate:
             raise ValueError(
                 "update.router_bias_rate changes the base model's routers, which policy lora does not serve"

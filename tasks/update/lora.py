@@ -1,10 +1,12 @@
 """The policy's LoRA adapter in Megatron, through Megatron-Bridge: attached, switched off, exported in PEFT's names."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from infra.adapters import PREFIX, LoraConfig, matches
@@ -56,7 +58,29 @@ class PolicyAdapter:
         q, k and v (and gate and up) of one fused layer share one A, so it comes once for each of them.
         """
         with torch.no_grad(), megatron_cpu.cuda_means_cpu():
-            return {
+            tensors = {
                 PREFIX + name: tensor.clone()
                 for name, tensor in self.model.bridge.export_adapter_weights(self.model.chunks, show_progress=False)
             }
+            return tensors | self._other_experts({n: t for n, t in tensors.items() if ".experts." in n})
+
+    def _other_experts(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The adapters of experts on all expert-parallel processes, of which each has `own`.
+
+        The bridge gathers those of grouped experts, which have one module. Of experts that are modules of their own it
+        gives this process's, numbered within the process.
+        """
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_expert_model_parallel_group()
+        ranks = dist.get_world_size(group)
+        if ranks == 1 or not any(".local_experts." in name for name in self.model.parameters()):
+            return own
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, own, group=group)
+        each = self.model.chunks[0].config.num_moe_experts // ranks
+        return {
+            re.sub(r"(?<=\.experts\.)\d+", lambda number, first=rank * each: str(first + int(number[0])), name): tensor
+            for rank, part in enumerate(everyone)
+            for name, tensor in part.items()
+        }

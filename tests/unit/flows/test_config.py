@@ -71,7 +71,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_valid(overrides: list[str],
             r"resources\.update_gpus \(2\) must be 1, or a share of one GPU: update\.parallel makes 1 process\(es\)",
         ),
         (
-            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, expert: 4}"],
+            ["resources.update_gpus=4", "update.parallel={tensor: 2, pipeline: 4, data: 2, expert: 4}"],
             r"resources\.update_gpus \(4\) must be 16: update\.parallel makes 16",
         ),
         (["resources.rollout_gpus=1", "rollout.tensor_parallel_size=2"], r"resources\.rollout_gpus \(1\) must be 2: "),
@@ -189,6 +189,10 @@ def test_importing_a_flow_loads_no_engine():
         (
             ["update.parallel.data=2", "resources={rollout_gpus: 1, update_gpus: 4}"],
             r"resources\.update_gpus \(4\) must be 2: update\.parallel makes 2 process",
+        ),
+        (
+            ["policy=lora", "lora.targets=['*.layers.1.*.linear_fc1']", "update.parallel.pipeline=2"],
+            r"lora\.targets: '\*\.layers\.1\.\*\.linear_fc1' numbers layers or experts",
         ),
         (["policy=lora", "lora.rank=1024"], r"lora\.rank: .*less than or equal to 512"),
         (["policy=lora", "lora.targets=[]"], r"lora\.targets: name at least one module"),
