@@ -36,7 +36,7 @@ class LoraConfig(Config):
     targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     """Modules that get an adapter, by Megatron's names: linear_qkv (q, k and v, with one A), linear_proj (the attention's
     output), linear_gate (Beam's attention gate), linear_fc1 (gate and up, with one A) and linear_fc2 (down), of dense layers
-    and of every expert. Patterns name modules of some layers or kinds only: "*.layers.1?.mlp.*.linear_fc1"."""
+    and of every expert. Patterns name modules of some layers or kinds only: "*.layers.1.mlp.*.linear_fc1"."""
     experts: Literal["each", "shared_outer"] = "each"
     """Of experts: each has its own A and B; or shared_outer: the A of gate and up, and the B of down, are one for all
     experts of a layer, which saves most of the adapter's memory (needs Megatron's grouped experts: a GPU)."""
