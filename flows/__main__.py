@@ -38,6 +38,7 @@ def main() -> int:
     if not os.environ.get("PREFECT_API_URL"):
         end_orphaned_servers(os.environ["PREFECT_HOME"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, interrupt)
     try:
         run(arguments.flow, arguments.settings)
     except BadInput as error:
@@ -50,6 +51,14 @@ def main() -> int:
         print("\ninterrupted: the same command goes on from the last committed step", file=sys.stderr)
         return 130
     return 0
+
+
+def interrupt(*_: object) -> None:
+    """Ctrl-C: an event loop of a library's finds a handler, and does not put its own in the place of it."""
+    from infra.progress import INTERRUPTED
+
+    INTERRUPTED.set()
+    raise KeyboardInterrupt
 
 
 def run(name: str, settings: list[str]) -> None:

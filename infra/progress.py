@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 import psutil
 
+INTERRUPTED = threading.Event()
+"""Set by Ctrl-C. The KeyboardInterrupt itself is lost where it meets a library's callback or event loop; the next wait
+raises it again."""
+
 
 def speaker() -> Callable[[str], None]:
     """What tells a person something: the flow run's log where a worker runs it (read in the UI), else standard output."""
@@ -47,7 +51,9 @@ class Progress:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what is being waited for while the block runs."""
+        """Say what is being waited for while the block runs. Raises KeyboardInterrupt after a Ctrl-C."""
+        if INTERRUPTED.is_set():
+            raise KeyboardInterrupt
         self._waiting = (what, time.monotonic())
         self._reminded = time.monotonic()
         try:
