@@ -104,6 +104,7 @@ def expected(versions: tuple[Path, Path, list[ArtifactRef]]) -> list[float]:
     return [logprobs[place, token].item() for place, token in enumerate(TOKENS[1:])]
 
 
+@pytest.mark.slow
 def test_versions_come_over_http(versions: tuple[Path, Path, list[ArtifactRef]], expected: list[float]) -> None:
     folder, _, refs = versions
     with serve(folder) as server:
