@@ -36,7 +36,7 @@ test: $(VENV)/.installed-$(EXTRA)  ## all tests, on the real components; TESTS=p
 model: $(VENV)/.installed-$(EXTRA)  ## MODEL=name writes a model of the catalog: smollm2, beam-tiny
 	@$(PY) -m infra.models.catalog $(MODEL) $(POLICYFLOW_HOME)/models
 
-test-slow: $(VENV)/.installed-$(EXTRA)  ## whole runs through server and worker, killed and resumed: ten minutes
+test-slow: $(VENV)/.installed-$(EXTRA)  ## whole runs through server and worker, killed and resumed, and a stock vLLM server: a quarter of an hour
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow tests/integration
 
 bench: $(VENV)/.installed-$(EXTRA)  ## BENCH=name runs one; results in tests/bench/results

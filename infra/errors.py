@@ -9,6 +9,10 @@ class Corrupted(RuntimeError):
     """Stored bytes are not those that were written. The message names the file; retrying cannot help."""
 
 
+class Mismatch(RuntimeError):
+    """Two that must agree about a policy do not. The message says by how much; the same comparison ends the same way."""
+
+
 class Transient(RuntimeError):
     """A network or store fault that may pass: worth a retry with backoff."""
 

@@ -172,22 +172,23 @@ class RunFailed(RunEvent, Failure):
     """Steps that are committed, from which the run goes on."""
 
 
-class EvaluationFailed(RunEvent, Failure):
+class VersionFailure(RunEvent, Failure):
+    """What was to be done with a version did not end well."""
+
+    version: int | None = None
+    """The version's number; null: the last committed one was asked for."""
+
+
+class EvaluationFailed(VersionFailure):
     """An evaluation did not end well."""
 
     event: ClassVar[str] = "evaluation.failed"
 
-    version: int | None = None
-    """The version's number; null: the last committed one was asked for."""
 
-
-class PublicationFailed(RunEvent, Failure):
+class PublicationFailed(VersionFailure):
     """A publication did not end well."""
 
     event: ClassVar[str] = "publication.failed"
-
-    version: int | None = None
-    """The version's number; null: the last committed one was asked for."""
 
 
 class DatasetFailed(Failure):

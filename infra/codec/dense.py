@@ -38,7 +38,7 @@ _PLACES = np.array([sorted(range(8), key=lambda k: not bits >> k & 1) for bits i
 def encode(old: np.ndarray, new: np.ndarray, layout: Layout) -> bytes:
     """What makes `new` of `old`, words [n > 0]. May be bigger than `new`."""
     seen = np.zeros((scan.BUCKETS, _FAR + 1), np.int64)
-    _sample(old, new, layout.sign, layout.shift, layout.mask, (1 << 8 * layout.word) - 1, seen)
+    _sample(old, new, layout.sign_word, layout.shift, layout.mask, seen)
     cuts = np.full(_GROUPS - 1, scan.BUCKETS - 1, np.uint8)
     _cut(seen, cuts)
     sign, exponent, edges = _masks(layout, cuts)
@@ -99,18 +99,22 @@ def _from_planes(planes: bytes, dtype: np.dtype) -> np.ndarray:
 
 def _masks(layout: Layout, cuts: np.ndarray) -> tuple[np.unsignedinteger, np.unsignedinteger, np.ndarray]:
     """As words: the sign, the exponent, and the exponents above which the groups after the first begin."""
-    word = layout.dtype.type
     edges = ((cuts.astype(np.uint32) & layout.mask) << layout.shift).astype(layout.dtype)
-    return word(layout.sign), word(layout.mask << layout.shift), edges
+    return layout.sign_word, layout.dtype.type(layout.mask << layout.shift), edges
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _token(old, new, sign, dtype):
+    return np.uint8(min(scan.folded_step(old, new, sign, dtype), dtype(_FAR)))
 
 
 @njit(cache=True, nogil=True)
-def _sample(old, new, sign, shift, mask, full, seen):
+def _sample(old, new, sign, shift, mask, seen):
     """Tokens by bucket, of some elements."""
+    dtype = old.dtype.type
     for begin in range(0, len(old), _STRIDE):
         for i in range(begin, min(begin + _SAMPLED, len(old))):
-            word = np.int64(old[i])
-            seen[(word >> shift) & mask, min(scan.folded_step(word, np.int64(new[i]), sign, full), _FAR)] += 1
+            seen[(np.int64(old[i]) >> shift) & mask, _token(old[i], new[i], sign, dtype)] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -149,34 +153,7 @@ def _cut(seen, cuts):
             cuts[turn] = best - 1
 
 
-# Arithmetic in words as narrow as the elements', in loops of few arrays: of these the compiler makes vectors.
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _ordered(word, sign, zero, ones):
-    """A word's place in the order of its numbers: negative ones run backwards."""
-    return word ^ (sign | (ones if word & sign else zero))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _folded(old, new, sign, dtype):
-    """From old to new: scan.folded_step, in words."""
-    zero, ones = dtype(0), dtype(-1)
-    step = dtype(_ordered(new, sign, zero, ones) - _ordered(old, sign, zero, ones))
-    return dtype(dtype(step << 1) ^ (ones if step > ones >> 1 else zero))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _stepped(old, folded, sign, dtype):
-    """scan.stepped, in words."""
-    zero, ones = dtype(0), dtype(-1)
-    place = dtype(_ordered(old, sign, zero, ones) + ((folded >> 1) ^ (ones if folded & 1 else zero)))
-    return dtype(place ^ (sign | (ones if place & sign != sign else zero)))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _token(old, new, sign, dtype):
-    return np.uint8(min(_folded(old, new, sign, dtype), dtype(_FAR)))
+# Loops of few arrays, in words as narrow as the elements': of these the compiler makes vectors.
 
 
 @njit(cache=True, nogil=True)
@@ -249,7 +226,7 @@ def _take_far(old, new, sign, eights, far):
             while marks:
                 place, marks = _place(marks, half)
                 i = at + 8 * group + place
-                far[found] = _folded(old[i], new[i], sign, dtype)
+                far[found] = scan.folded_step(old[i], new[i], sign, dtype)
                 found += 1
 
 
@@ -258,9 +235,9 @@ def _restore_block(old, symbols, sign, new):
     dtype, half, rest = old.dtype.type, len(symbols), len(old) - len(symbols)
     old_second, new_second = old[half:], new[half:]
     for i in range(half):
-        new[i] = _stepped(old[i], dtype(symbols[i] >> 4), sign, dtype)
+        new[i] = scan.stepped(old[i], dtype(symbols[i] >> 4), sign, dtype)
     for i in range(rest):
-        new_second[i] = _stepped(old_second[i], dtype(symbols[i] & 15), sign, dtype)
+        new_second[i] = scan.stepped(old_second[i], dtype(symbols[i] & 15), sign, dtype)
 
 
 @njit(cache=True, nogil=True)
@@ -305,7 +282,7 @@ def _restore(old, symbols, eights, far, sign, first, places, numbers, positions,
                 i = 8 * group + place
                 if taken == len(far) or i >= len(words):
                     return False
-                new[i] = _stepped(words[i], far[taken], sign, dtype)
+                new[i] = scan.stepped(words[i], far[taken], sign, dtype)
                 taken += 1
         _differ(words, new, changes)
         groups = changes.view(np.uint64)[: (len(words) + 7) // 8]

@@ -159,8 +159,7 @@ class _Encoder:
         buckets, gaps, steps = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, np.uint32)
         sorted_gaps, sorted_steps = np.empty(changed, np.uint32), np.empty(changed, np.uint32)
         sizes, starts, classes = np.empty(256, np.int64), np.empty(257, np.int64), np.zeros(256, np.uint8)
-        full = (1 << 8 * layout.word) - 1
-        scan.find_events(old, new, layout.sign, layout.shift, layout.mask, full, buckets, gaps, steps, sizes)
+        scan.find_events(old, new, layout.sign_word, layout.shift, layout.mask, buckets, gaps, steps, sizes)
         tokens.sort_events(buckets, gaps, steps, changed, sizes, starts, classes, sorted_gaps, sorted_steps)
         bits, place = np.empty(2 * changed + 1, np.uint32), (0, 0, 0)
         used = np.flatnonzero(np.diff(starts)).tolist()
@@ -291,9 +290,8 @@ class _Decoder:
             at[kind, 1] += used_steps
         layout = self.layout
         changes = Changes(np.empty(len(gaps), np.int64), np.empty(len(gaps), layout.dtype))
-        full = (1 << 8 * layout.word) - 1
         placed = scan.place_events(
-            old, first, layout.sign, layout.shift, layout.mask, full, starts, gaps, steps, changes.positions,
+            old, first, layout.sign_word, layout.shift, layout.mask, starts, gaps, steps, changes.positions,
             changes.values,
         )  # fmt: skip
         if placed != len(gaps):

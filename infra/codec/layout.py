@@ -24,6 +24,11 @@ class Layout:
         """numpy's unsigned integer of the word."""
         return np.dtype(f"u{self.word}")
 
+    @property
+    def sign_word(self) -> np.unsignedinteger:
+        """`sign` as a word."""
+        return self.dtype.type(self.sign)
+
 
 _LAYOUTS = {
     torch.bfloat16: Layout(2, 0x8000, 7, 0xFF),

@@ -14,51 +14,51 @@ BUCKETS = 256
 _NEVER = 1 << 62
 
 
-# Signs of weights and directions of steps are anybody's guess, a processor's too: hence no branches.
+# Signs of weights and directions of steps are anybody's guess, a processor's too: hence selections and no branches. All is
+# done in words as narrow as the elements', of which the compiler makes vectors.
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _ordered(word, sign, full):
+def _ordered(word, sign, zero, ones):
     """A word's place in the order of its numbers: negative ones run backwards."""
-    is_negative = np.int64((word & sign) != 0)
-    return word ^ (sign | (full & -is_negative))
+    return word ^ (sign | (ones if word & sign else zero))
 
 
 @njit(cache=True, nogil=True, inline="always")
-def folded_step(old, new, sign, full):
-    """From old to new, as int64."""
-    step = (_ordered(new, sign, full) - _ordered(old, sign, full)) & full
-    is_down = np.int64(step > full >> 1)  # as many steps up, or, from half of the range on, full + 1 fewer: down
-    step -= (full + 1) & -is_down
-    return (step << 1) ^ -is_down
+def folded_step(old, new, sign, dtype):
+    """From old to new; all are words of `dtype`."""
+    zero, ones = dtype(0), dtype(-1)
+    step = dtype(_ordered(new, sign, zero, ones) - _ordered(old, sign, zero, ones))
+    # As many steps up, or, from half of the range on, that many fewer than all: down.
+    return dtype(dtype(step << 1) ^ (ones if step > ones >> 1 else zero))
 
 
 @njit(cache=True, nogil=True, inline="always")
-def stepped(old, folded, sign, full):
+def stepped(old, folded, sign, dtype):
     """The word that is a folded step from old."""
-    place = (_ordered(old, sign, full) + ((folded >> 1) ^ -(folded & 1))) & full
-    is_negative = np.int64((place & sign) != sign)
-    return place ^ (sign | (full & -is_negative))
+    zero, ones = dtype(0), dtype(-1)
+    place = dtype(_ordered(old, sign, zero, ones) + ((folded >> 1) ^ (ones if folded & 1 else zero)))
+    return dtype(place ^ (sign | (ones if place & sign != sign else zero)))
 
 
 @njit(cache=True, nogil=True)
-def find_events(old, new, sign, shift, mask, full, buckets, gaps, steps, sizes):
+def find_events(old, new, sign, shift, mask, buckets, gaps, steps, sizes):
     """Fill buckets, gaps, steps (capacity of the changes and one more) in the elements' order; returns their number.
 
-    old, new: words [n]; buckets uint8, gaps and steps uint32; sizes: int64 [BUCKETS], set to the elements in each bucket.
+    old, new: words [n]; sign: the sign bit, a word; buckets uint8, gaps and steps uint32; sizes: int64 [BUCKETS], set to the
+    elements in each bucket.
     """
-    since = np.zeros(BUCKETS, np.int64)
+    since, dtype = np.zeros(BUCKETS, np.int64), old.dtype.type
     sizes[:] = 0
     found = 0
     for i in range(len(old)):
-        word = np.int64(old[i])
-        bucket = (word >> shift) & mask
+        bucket = (np.int64(old[i]) >> shift) & mask
         count = since[bucket] + 1
         since[bucket] = count
         if old[i] != new[i]:
             buckets[found] = bucket
             gaps[found] = count
-            steps[found] = folded_step(word, np.int64(new[i]), sign, full)
+            steps[found] = folded_step(old[i], new[i], sign, dtype)
             sizes[bucket] += count
             since[bucket] = 0
             found += 1
@@ -68,7 +68,7 @@ def find_events(old, new, sign, shift, mask, full, buckets, gaps, steps, sizes):
 
 
 @njit(cache=True, nogil=True)
-def place_events(old, first, sign, shift, mask, full, starts, gaps, steps, positions, values):
+def place_events(old, first, sign, shift, mask, starts, gaps, steps, positions, values):
     """The inverse: positions (ascending, from `first` on) and new words of all changes. Returns their number, -1 if they
     do not fit.
 
@@ -80,15 +80,14 @@ def place_events(old, first, sign, shift, mask, full, starts, gaps, steps, posit
     for bucket in range(BUCKETS):
         if starts[bucket] < starts[bucket + 1]:
             left[bucket] = gaps[starts[bucket]]
-    found = 0
+    found, dtype = 0, old.dtype.type
     for i in range(len(old)):
-        word = np.int64(old[i])
-        bucket = (word >> shift) & mask
+        bucket = (np.int64(old[i]) >> shift) & mask
         left[bucket] -= 1
         if left[bucket] == 0:
             event = at[bucket]
             positions[found] = first + i
-            values[found] = stepped(word, np.int64(steps[event]), sign, full)
+            values[found] = stepped(old[i], dtype(steps[event]), sign, dtype)
             found += 1
             at[bucket] = event + 1
             left[bucket] = gaps[event + 1] if event + 1 < starts[bucket + 1] else _NEVER

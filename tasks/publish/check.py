@@ -11,11 +11,11 @@ import numpy as np
 
 from infra import policy as policies
 from infra.artifacts import ArtifactRef, Store, open_artifact
-from infra.errors import Corrupted
+from infra.errors import Mismatch
 from tasks.publish.folder import fetch_model, is_plain, model_folder
 
 
-class NotThePolicy(Corrupted):
+class NotThePolicy(Mismatch):
     """What was published is not what was trained."""
 
 

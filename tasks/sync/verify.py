@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from infra.config import Config
+from infra.errors import Mismatch
 from tasks.sync.config import SyncConfig
 
 
@@ -18,7 +19,7 @@ class Scorer(Protocol):
         ...
 
 
-class SyncMismatch(RuntimeError):
+class SyncMismatch(Mismatch):
     """Engine and trainer disagree about the policy: sampling on would train on the wrong policy."""
 
 

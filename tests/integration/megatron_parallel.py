@@ -5,8 +5,6 @@ The processes are forked from one that has imported Megatron, and go through all
 
 import importlib
 import multiprocessing
-import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from tests.integration.family import Family, copy_checkpoint
 from tests.integration.megatron_runs import Layout, build, gradients, logits
+from tests.integration.processes import run_module
 
 RELATIVE = 1e-5
 """Greatest relative difference (L2; logits as a whole, gradients a tensor) that a layout makes in fp32."""
@@ -57,10 +56,7 @@ class ParallelParity:
     def results(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("layouts")
         module = sys.modules[type(self).__module__].__name__
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", __name__, module, type(self).__name__, str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        run_module(__name__, module, type(self).__name__, str(folder))
         return folder
 
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])

@@ -1,8 +1,6 @@
 """Data parallelism of a dense model: two processes train as one does, and share the optimizer's state if told to."""
 
 import multiprocessing
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.models import megatron_cpu
+from tests.integration.processes import run_module
 from tests.integration.test_trainer import assert_same, exported, scored
 from tests.models import write_tiny_llama
 
@@ -34,10 +33,7 @@ RELATIVE = 1e-5
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data-parallel")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", __name__, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run_module(__name__, str(out))
     return out
 
 

@@ -2,8 +2,6 @@
 on one process and on several."""
 
 import multiprocessing
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from infra.errors import BadInput, Transient
 from infra.records import Routes, pack_routes
 from tests.integration.beam.family import BEAM
 from tests.integration.family import copy_checkpoint, hf_model
+from tests.integration.processes import run_module
 
 SPARSE = (1, 2, 3)
 EXPERTS, TOPK, WINDOW = 16, 4, 16
@@ -247,10 +246,7 @@ def test_routes_that_cannot_be_replayed_change_nothing(folder: Path):
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("layouts")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", __name__, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run_module(__name__, str(out))
     return out
 
 

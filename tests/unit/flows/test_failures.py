@@ -13,7 +13,7 @@ from flows.publish import publish
 from flows.train import train
 from infra.actors import EngineLost, is_out_of_memory
 from infra.artifacts import ArtifactRef
-from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
+from infra.errors import BadInput, Corrupted, Mismatch, OutOfMemory, Transient
 from infra.run import Head, Run
 from infra.stages import worth_a_retry
 
@@ -131,6 +131,7 @@ def test_a_preparation_tells_of_the_dataset(told: list, parameters: dict, name: 
         (ConnectionError("reset"), True),
         (BadInput("lr: must be positive"), False),
         (Corrupted("damaged"), False),
+        (Mismatch("the engine holds another policy"), False),
         (OutOfMemory("no memory"), False),
     ],
 )
