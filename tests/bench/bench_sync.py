@@ -350,7 +350,7 @@ def _anonymous() -> int:
 def _paper(figures: dict[str, float]) -> dict[str, float]:
     """Seconds for 247 GB of bf16 over S3, 8 trainer nodes to 8 engine nodes that each hold the model.
 
-    Trainer nodes code and upload their eighth, which is not built: one process exports, and `one_publisher` is its node
+    Trainer nodes code and upload their eighth; `one_publisher` is one node
     coding and uploading everything. Engine nodes fetch all of it and decode all of it. Stages are added up, though they
     overlap. Rates: this bench's own, at 3.5% changed (at 3% and 5%, bytes in proportion).
     """
