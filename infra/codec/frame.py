@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import zstandard
 
 from infra.codec import dense, rans, scan, tokens
 from infra.codec.layout import Layout, frozen
+from infra.codec.packing import pack, unpack
 from infra.errors import Corrupted
 from infra.store import Buffer
 
@@ -111,7 +111,7 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
         raise Corrupted(f"a frame of weight changes is of kind {view[0]}, which this code does not read")
     try:
         return _Decoder(view, layout).run(old)
-    except (struct.error, ValueError, IndexError, zstandard.ZstdError) as error:
+    except (struct.error, ValueError, IndexError) as error:
         raise Corrupted(f"a frame of weight changes does not fit its parent: {error}") from error
 
 
@@ -202,7 +202,7 @@ class _Encoder:
             _planes(np.array([[len(s), len(c)] for s, c in zip(streams.values(), coded, strict=True)], np.uint32)),
             _planes(np.array(shares, np.uint16)),
         ]
-        packed = zstandard.ZstdCompressor(level=9).compress(b"".join(part.tobytes() for part in head))
+        packed = pack(b"".join(part.tobytes() for part in head), level=9)
         sizes = (len(packed), sum(bodies), len(self.rows), len(table), len(streams))
         return b"".join([struct.pack(_HEADER, FORMAT, *sizes), packed, *self.bodies, *coded])
 
@@ -218,7 +218,7 @@ class _Decoder:
         self.layout = layout
         _, packed, bodies, segments, entries, streams = struct.unpack_from(_HEADER, view)
         at = struct.calcsize(_HEADER)
-        self.head, self.at = zstandard.ZstdDecompressor().decompress(view[at : at + packed]), 0
+        self.head, self.at = unpack(view[at : at + packed]), 0
         at += packed
         self.bodies = view[at : at + bodies]
         at += bodies
