@@ -48,9 +48,9 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -
     _cut(seen, cuts)
     sign, exponent, edges = _masks(layout, cuts)
     size = (len(old) + 1) // 2
-    symbols, contexts = np.zeros((size + 7) // 8 * 8, np.uint8), np.empty(size, np.uint8)
-    counts = np.zeros((2, _GROUPS**2, 256), np.uint32)
-    _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts.reshape(-1))
+    symbols, keys = np.zeros((size + 7) // 8 * 8, np.uint8), np.empty(size, np.uint16)
+    counts = np.zeros((4, _GROUPS**2, 256), np.uint32)
+    _tokenise(old, new, sign, exponent, edges, symbols, keys, counts.reshape(4, -1))
     counts = counts.sum(0)
     pairs = counts.sum(0).reshape(_FAR + 1, _FAR + 1)
     changed = 2 * size - pairs[0].sum() - pairs[:, 0].sum()  # an odd row's last symbol has a 0 for what is not there
@@ -58,7 +58,7 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -
     _take_far(old, new, sign, symbols.view(np.uint64), far)
     counts[:, 0] += counts.sum(1) == 0  # every context has a table
     tables = np.array([rans.table(row, _BITS) for row in counts])
-    stream = rans.encode(symbols[:size], tables, contexts, _BITS)
+    stream = rans.encode(keys, tables, _BITS)
     low, high = _planes(tables)
     head = pack(cuts.tobytes() + low + high, _ZSTD)
     low, *high = _planes(far)
@@ -185,16 +185,36 @@ def _contexts_block(old, exponent, edges, contexts):
 
 
 @njit(cache=True, nogil=True)
-def _tokenise(old, new, sign, exponent, edges, symbols, contexts, counts):
-    """counts: uint32 [2 * contexts * 256], added to: two sets in turn, so that what recurs need not wait for itself."""
-    for at in range(0, len(contexts), _HALF):
-        end = min(at + _HALF, len(contexts))
+def _join_block(symbols, contexts, keys):
+    for i in range(len(keys)):
+        keys[i] = np.uint16(contexts[i]) << np.uint16(8) | np.uint16(symbols[i])
+
+
+@njit(cache=True, nogil=True)
+def _count_block(keys, counts):
+    """counts: uint32 [4, contexts * 256], added to: four sets in turn, so that what recurs need not wait for itself."""
+    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
+    whole = len(keys) // 4 * 4
+    for i in range(0, whole, 4):
+        first[keys[_INDEX(i)]] += 1
+        second[keys[_INDEX(i + 1)]] += 1
+        third[keys[_INDEX(i + 2)]] += 1
+        fourth[keys[_INDEX(i + 3)]] += 1
+    for i in range(whole, len(keys)):
+        first[keys[i]] += 1
+
+
+@njit(cache=True, nogil=True)
+def _tokenise(old, new, sign, exponent, edges, symbols, keys, counts):
+    """Fill symbols, and keys (symbol | context << 8), of which there are counts as `_count_block` says."""
+    contexts = np.empty(_HALF, np.uint8)
+    for at in range(0, len(keys), _HALF):
+        end = min(at + _HALF, len(keys))
         words = slice(2 * at, min(2 * end, len(old)))
         _tokenise_block(old[words], new[words], sign, symbols[at:end])
-        _contexts_block(old[words], exponent, edges, contexts[at:end])
-        for i in range(at, end):
-            place = np.uint32(contexts[i]) << np.uint32(8) | np.uint32(symbols[i])
-            counts[np.uint32(i & 1) * np.uint32(_GROUPS**2 << 8) + place] += 1
+        _contexts_block(old[words], exponent, edges, contexts[: end - at])
+        _join_block(symbols[at:end], contexts, keys[at:end])
+        _count_block(keys[at:end], counts)
 
 
 @njit(cache=True, nogil=True)

@@ -30,26 +30,28 @@ def table(counts: np.ndarray, bits: int = BITS) -> np.ndarray:
     return shares
 
 
-def encode(tokens: np.ndarray, tables: np.ndarray, contexts: np.ndarray | None = None, bits: int = BITS) -> bytes:
-    """The stream of tokens uint8 [n > 0], each under its context's table.
+def encode(symbols: np.ndarray, tables: np.ndarray, bits: int = BITS) -> bytes:
+    """The stream of symbols [n > 0]: tokens, uint8; or uint16, token | context << 8, each under its context's table.
 
-    tables: uint16 [contexts, 256], of `table` with `bits`. contexts: uint8 [n]; None: all are under the first.
+    tables: uint16 [contexts, 256], of `table` with `bits`.
     """
-    words = np.empty(len(tokens) + 2 * LANES, np.uint16)
-    contexts = np.empty(0, np.uint8) if contexts is None else contexts
-    return words[_encode(frozen(tokens), frozen(contexts), _factors(frozen(tables)), bits, words) :].tobytes()
+    words = np.empty(len(symbols) + 2 * LANES, np.uint16)
+    return words[_encode(frozen(symbols), _factors(frozen(tables)), bits, words) :].tobytes()
 
 
 def decode(
     stream: memoryview, tables: np.ndarray, count: int, contexts: np.ndarray | None = None, bits: int = BITS
 ) -> np.ndarray:
-    """uint8 [count], the inverse. ValueError when the stream ends too early or a table is none."""
+    """The tokens, uint8 [count]. contexts: uint8 [count]; None: all are under the first table.
+
+    ValueError when the stream ends too early or a table is none.
+    """
     if len(stream) < 4 * LANES or len(stream) % 2 or (tables.sum(1) != 1 << bits).any():
         raise ValueError("a stream of tokens is damaged")
     tokens, words = np.empty(count, np.uint8), np.zeros(len(stream) // 2 + _PADDING, np.uint16)
     words[:-_PADDING] = np.frombuffer(stream, np.uint16)
-    contexts = np.empty(0, np.uint8) if contexts is None else contexts
-    if _decode(words, _slots(frozen(tables), bits), frozen(contexts), bits, tokens) != len(words) - _PADDING:
+    contexts = None if contexts is None else frozen(contexts)
+    if _decode(words, _slots(frozen(tables), bits), contexts, bits, tokens) != len(words) - _PADDING:
         raise ValueError("a stream of tokens has another length than its tokens")
     return tokens
 
@@ -125,30 +127,23 @@ def _push(state, symbol, factors, bits, words, head):
 
 
 @njit(cache=True, nogil=True)
-def _encode(tokens, contexts, factors, bits, words):
+def _encode(symbols, factors, bits, words):
     """Fills `words` from its end; returns where the stream begins."""
     s0 = s1 = s2 = s3 = _ONE << _WORD
     bits = np.uint64(bits)
-    head, n = len(words), len(tokens)
+    head, n = len(words), len(symbols)
     whole = n // LANES * LANES
-    several = len(contexts) > 0
     for i in range(n - 1, whole - 1, -1):
-        symbol = np.int64(tokens[i]) + (np.int64(contexts[i]) << 8 if several else 0)
         if i % LANES == 0:
-            s0, head = _push(s0, symbol, factors, bits, words, head)
+            s0, head = _push(s0, symbols[i], factors, bits, words, head)
         elif i % LANES == 1:
-            s1, head = _push(s1, symbol, factors, bits, words, head)
+            s1, head = _push(s1, symbols[i], factors, bits, words, head)
         else:
-            s2, head = _push(s2, symbol, factors, bits, words, head)
+            s2, head = _push(s2, symbols[i], factors, bits, words, head)
     for group in range(whole // LANES - 1, -1, -1):
         i = group * LANES
-        a, b = np.int64(tokens[_INDEX(i)]), np.int64(tokens[_INDEX(i + 1)])
-        c, d = np.int64(tokens[_INDEX(i + 2)]), np.int64(tokens[_INDEX(i + 3)])
-        if several:
-            a += np.int64(contexts[_INDEX(i)]) << 8
-            b += np.int64(contexts[_INDEX(i + 1)]) << 8
-            c += np.int64(contexts[_INDEX(i + 2)]) << 8
-            d += np.int64(contexts[_INDEX(i + 3)]) << 8
+        a, b = symbols[_INDEX(i)], symbols[_INDEX(i + 1)]
+        c, d = symbols[_INDEX(i + 2)], symbols[_INDEX(i + 3)]
         s3, head = _push(s3, d, factors, bits, words, head)
         s2, head = _push(s2, c, factors, bits, words, head)
         s1, head = _push(s1, b, factors, bits, words, head)
@@ -177,27 +172,29 @@ def _first(words, lane):
 
 
 @njit(cache=True, nogil=True)
+def _context(contexts, i):
+    """Compiled apart for None: a loop that asked at each token would be slower."""
+    if contexts is None:
+        return 0
+    return np.int64(contexts[_INDEX(i)])
+
+
+@njit(cache=True, nogil=True)
 def _decode(words, slots, contexts, bits, tokens):
     """Fills `tokens`; returns the words used, -1 if there are too few."""
     s0, s1, s2, s3 = _first(words, 0), _first(words, 1), _first(words, 2), _first(words, 3)
     head, limit, n = 2 * LANES, len(words) - _PADDING, len(tokens)
-    whole, several = n // LANES * LANES, len(contexts) > 0
-    a = b = c = d = 0
+    whole = n // LANES * LANES
     for i in range(0, whole, LANES):
         if head > limit:
             return -1
-        if several:
-            a, b = np.int64(contexts[_INDEX(i)]), np.int64(contexts[_INDEX(i + 1)])
-            c, d = np.int64(contexts[_INDEX(i + 2)]), np.int64(contexts[_INDEX(i + 3)])
-        tokens[_INDEX(i)], s0, head = _pop(s0, a, slots, bits, words, head)
-        tokens[_INDEX(i + 1)], s1, head = _pop(s1, b, slots, bits, words, head)
-        tokens[_INDEX(i + 2)], s2, head = _pop(s2, c, slots, bits, words, head)
-        tokens[_INDEX(i + 3)], s3, head = _pop(s3, d, slots, bits, words, head)
+        tokens[_INDEX(i)], s0, head = _pop(s0, _context(contexts, i), slots, bits, words, head)
+        tokens[_INDEX(i + 1)], s1, head = _pop(s1, _context(contexts, i + 1), slots, bits, words, head)
+        tokens[_INDEX(i + 2)], s2, head = _pop(s2, _context(contexts, i + 2), slots, bits, words, head)
+        tokens[_INDEX(i + 3)], s3, head = _pop(s3, _context(contexts, i + 3), slots, bits, words, head)
     for i in range(whole, n):
         if head > limit:
             return -1
-        if several:
-            a = np.int64(contexts[i])
-        tokens[i], s0, head = _pop(s0, a, slots, bits, words, head)
+        tokens[_INDEX(i)], s0, head = _pop(s0, _context(contexts, i), slots, bits, words, head)
         s0, s1 = s1, s2  # the next lane's turn
     return head

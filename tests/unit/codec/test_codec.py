@@ -195,7 +195,7 @@ def test_tokens_of_any_distribution_come_back(values: list[int], alphabet: int) 
         tables[context] = rans.table(np.bincount(tokens[contexts == context], minlength=256))
     used = tables[: contexts.max() + 1]
     assert (used.sum(1) == 4096).all()
-    stream = rans.encode(tokens, used, contexts)
+    stream = rans.encode(tokens | contexts.astype(np.uint16) << 8, used)
     assert np.array_equal(rans.decode(memoryview(stream), used, len(tokens), contexts), tokens)
 
 
