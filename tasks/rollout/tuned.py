@@ -43,8 +43,12 @@ def tell_unused(call: Callable[..., list[Any]]) -> None:
     folder = Path(os.environ[FOLDER_ENV])
     names = call(wanted)[0]
     missing = [name for name in names if not any(folder.glob(name))]
-    if not names or len(missing) == len(names):
-        what = ", ".join(names) or "nothing is tuned on a CPU"
-        _log.warning("lora.tuned_configs: no file in %s is for this model and device, kernels keep their defaults (%s)", folder, what)  # fmt: skip
+    if not names:
+        _log.warning("lora.tuned_configs: nothing is tuned on a CPU; %s is not read", folder)
+    elif len(missing) == len(names):
+        text = "lora.tuned_configs: no file in %s is for this model and device, kernels keep their defaults (%s)"
+        _log.warning(text, folder, ", ".join(missing))
     elif missing:
-        _log.warning("lora.tuned_configs: kernels without a file in %s keep their defaults (%s)", folder, ", ".join(missing))  # fmt: skip
+        _log.warning(
+            "lora.tuned_configs: kernels without a file in %s keep their defaults (%s)", folder, ", ".join(missing)
+        )

@@ -153,7 +153,9 @@ def test_a_fault_that_lasts_keeps_its_type_and_message_across_the_process_border
 
 
 def test_rollouts_of_another_policy_are_not_tried_again():
-    with pytest.raises(BadInput, match=r"k3 of the rollouts to the trainer is 0\.5, update\.correction\.max_k3 is 0\.3") as e:
+    with pytest.raises(
+        BadInput, match=r"k3 of the rollouts to the trainer is 0\.5, update\.correction\.max_k3 is 0\.3"
+    ) as e:
         engine("refuses").call("tests.integration.test_actors:find_k3", k3=0.5)
     assert not worth_a_retry(None, None, Failed(data=e.value))
 

@@ -49,13 +49,14 @@ def make_trainer(folder: Path, mxfp8: Mxfp8Config | None, multiple: int = 1) -> 
     native = trainer.megatron_settings(NATIVE, shapes) if multiple > 1 else {}
     kept = {name: value for name, value in native.items() if name == "moe_token_dispatcher_type"}
     config = UpdateConfig(precision="float32", weights="float32", lr=1e-3, microbatch_tokens=100)
-    with mock.patch.object(trainer, "megatron_settings", lambda *_: kept):
+    with mock.patch.object(trainer, "megatron_settings", return_value=kept):
         made = trainer.Trainer(str(folder), config, seed=1, mxfp8=mxfp8)
     made.forward.row_multiple = multiple
     for module in made.model.gpts[0].modules():
         if kept and hasattr(module, "token_dispatcher"):
             # With `fp8` Megatron would enter Transformer Engine; the dispatcher asks it for the multiple alone.
-            module.token_dispatcher.config.moe_router_padding_for_quantization = native["moe_router_padding_for_quantization"]
+            pads = native["moe_router_padding_for_quantization"]
+            module.token_dispatcher.config.moe_router_padding_for_quantization = pads
     return made
 
 
@@ -65,7 +66,7 @@ def aligned_as_for_mxfp8():
     from megatron.core.transformer.moe import token_dispatcher
 
     multiple = get_fp8_align_size(NATIVE_SETTINGS["fp8_recipe"])
-    with mock.patch.object(token_dispatcher, "get_align_size_for_quantization", lambda config: multiple):
+    with mock.patch.object(token_dispatcher, "get_align_size_for_quantization", return_value=multiple):
         yield
 
 
@@ -172,7 +173,7 @@ def test_megatron_accepts_the_settings_of_its_mxfp8_kernels(kind: str, folder: P
     for name, value in settings.items():
         assert hasattr(provider, name), name
         setattr(provider, name, value)
-    with mock.patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True):
+    with mock.patch.object(transformer_config, "is_te_min_version", return_value=True):
         provider.finalize()
     assert moe_utils.get_align_size_for_quantization(provider) == BLOCK
     assert moe_utils.skip_routed_expert_padding(provider) == (kind == "beam"), "the dispatcher has padded them"

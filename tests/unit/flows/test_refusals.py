@@ -93,7 +93,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
         ("experts", [*MXFP8, "mxfp8.train=false"], "experts.0.down_proj.weight is [64, 48], and both dimensions"),
         (
             "dense", [*MXFP8, "update.parallel.tensor=2"],
-            "update.parallel.tensor 2: the 96 outputs of model.layers.0.mlp.gate_proj.weight make 2 shards of 48",
+            "update.parallel.tensor 2: the 96 inputs of model.layers.0.mlp.down_proj.weight make 2 shards of 48",
         ),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*.layers.9.*']"], "'*.layers.9.*' matches no module of the model"),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*']"], "nothing is left to quantise"),
@@ -115,7 +115,9 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
 def test_a_start_is_refused_before_anything_runs(
     cli: Shell, models: Callable[[str], Path], capsys, kind: str, settings: list[str], message: str
 ):
-    assert cli.train(models(kind), *settings) == 2
+    model = models(kind)
+    capsys.readouterr()  # what making it prints
+    assert cli.train(model, *settings) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and message in told and "Traceback" not in told
     assert not cli.claimed(), "the run's name stays free for a start that is right"
