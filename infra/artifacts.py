@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -34,6 +34,14 @@ __all__ = ["Artifact", "ArtifactRef", "ArtifactWriter", "Manifest", "Store", "di
 _log = logging.getLogger(__name__)
 
 
+class Written(NamedTuple):
+    """Files of an artifact that is not committed yet; small, to be sent to the process that will commit it."""
+
+    files: list[FileEntry]
+    keys: list[str]
+    """Of shared ones that were not there before, in the artifact's folder of the store."""
+
+
 class ArtifactWriter:
     """A with-block that writes one artifact; `ref` is set when the block has ended well.
 
@@ -42,7 +50,9 @@ class ArtifactWriter:
     while the next one is written; the manifest waits for all of them.
 
     `resumable`: a writer that failed or died leaves its files, and the next one of the key, in whatever process, does not
-    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written.
+    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written. Several
+    processes may each write files of one such artifact, with a writer outside of a with-block (`written`, then `close`);
+    one commits them all (`include`).
     """
 
     ref: ArtifactRef
@@ -109,6 +119,23 @@ class ArtifactWriter:
             where.update(dict.fromkeys(group, file_name))
         return where
 
+    def written(self) -> Written:
+        """What has been written until now, made durable."""
+        for future in self._closing:
+            future.result()
+        return Written(list(self._files.values()), list(self._shared))
+
+    def include(self, other: Written) -> None:
+        """Commit another process's files with this one's. Both are `resumable`."""
+        for entry in other.files:
+            self._check(entry.name)
+            self._files[entry.name] = entry
+        self._shared += other.keys
+
+    def close(self) -> None:
+        """End a writer that commits nothing."""
+        self._pool.shutdown(wait=True)
+
     def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
         if self.folder == SHARED:
             self._share(name, pieces)
@@ -171,15 +198,14 @@ class ArtifactWriter:
                 raise
             return False
         finally:
-            self._pool.shutdown(wait=True)
+            self.close()
             # Garbage is invisible; the first fault is what matters. Another may count on shared files: they stay.
             if self._is_garbage and self.folder != SHARED:
                 with suppress(Exception):
                     self.store.delete(self.folder)
 
     def _commit(self) -> None:
-        for future in self._closing:
-            future.result()
+        self.written()
         manifest = Manifest(
             kind=self.kind,
             schema_version=self.schema_version,
