@@ -32,7 +32,7 @@ def main() -> int:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180"
     )  # its default is too short for a busy machine
 
-    from infra.errors import BadInput, Corrupted, Mismatch
+    from infra.errors import BadInput, Lasting
     from infra.orphans import end_orphaned_servers
 
     if not os.environ.get("PREFECT_API_URL"):
@@ -44,7 +44,7 @@ def main() -> int:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (Corrupted, Mismatch) as error:
+    except Lasting as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from yaml.composer import ComposerError
 
-from infra.adapters import LoraConfig, check_targets
+from infra.adapters import LoraConfig, check_targets, check_tuned_configs
 from infra.config import URL, Config, Name
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
@@ -235,6 +235,7 @@ class TrainConfig(Config):
 
         shapes = checkpoint_shapes(str(folder))
         if self.trained_lora is not None:
+            check_tuned_configs(self.trained_lora)
             check_targets(self.trained_lora, shapes)
         if self.used_mxfp8 is not None:
             names = quantized_names(shapes, self.used_mxfp8)

@@ -10,7 +10,7 @@ from prefect.runtime import flow_run as this_flow_run
 
 from environments import short_name
 from flows import report
-from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
+from infra.errors import BadInput, Corrupted, NonFiniteUpdate, OutOfMemory, Transient
 from infra.events import DatasetFailed, EvaluationFailed, Failure, PublicationFailed, RunFailed, emit
 from infra.run import Run
 from infra.store import Store
@@ -20,6 +20,10 @@ MAX_STARTS = 5
 """Automatic starts of a flow run that commit nothing, after which it is not started again."""
 
 DAMAGED = "A stored file is damaged. Delete that artifact's folder: the stage is then made again from its inputs."
+NOT_FINITE = (
+    "The same step would end the same way. Look at the metrics of the steps before, and start another run with a lower "
+    "update.lr, or with update.correction where k3 grew."
+)
 AGAIN = "Start it again with the same parameters: what is in the store is not made again."
 TRAIN_AGAIN = "Start the same run name again: it goes on from the last committed step."
 RETRY = "by hand: retry the flow run, or start it again with the same parameters."
@@ -44,6 +48,7 @@ def advice(flow: str, state_name: str, error: Any) -> str:
     by_cause: list[tuple[type[BaseException], str]] = [
         (BadInput, f"Change what the message names; nothing was lost. {again}"),
         (Corrupted, DAMAGED),
+        (NonFiniteUpdate, NOT_FINITE),
         (OutOfMemory, SMALLER if training else LARGER),
         (Transient, f"The store, the network or an engine kept failing: look at them first. {again}"),
     ]

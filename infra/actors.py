@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef
 from infra.config import Config
-from infra.errors import BadInput, Corrupted, OutOfMemory, Transient
+from infra.errors import BadInput, Lasting, OutOfMemory, Transient
 
 NAMESPACE = "policyflow"
 START_ATTEMPTS = 3
@@ -188,7 +188,7 @@ class Engine:
 
         Raises EngineLost when the actor died or did not answer within `timeout_s` (it is killed then, so that a
         retry does not wait behind it); what the function raised is raised as it is. After anything but BadInput,
-        Corrupted and Transient the actor is stopped.
+        Lasting and Transient the actor is stopped.
         """
         return self._get(lambda actor: actor.call.remote(function, version, arguments), timeout_s)
 
@@ -213,7 +213,7 @@ class Engine:
         except RayTaskError as error:
             # Keep the kind of the fault: Ray wraps it, and retries are decided by its type.
             cause = error.cause if isinstance(error.cause, Exception) else error
-            if isinstance(cause, BadInput | Corrupted | Transient):
+            if isinstance(cause, BadInput | Lasting | Transient):
                 raise cause from None
             self.stop()  # nobody knows what the fault has left in the engine: the next call builds a new one
             if is_out_of_memory(cause):

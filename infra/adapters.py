@@ -42,8 +42,8 @@ class LoraConfig(Config):
     experts of a layer, which saves most of the adapter's memory (needs Megatron's grouped experts: a GPU)."""
 
     tuned_configs: str | None = None
-    """Folder of tile sizes for vLLM's LoRA kernels, tuned for this GPU, hidden size and rank (vLLM's
-    benchmarks/kernels writes them); null: vLLM's own choice. GPU only."""
+    """Folder of tile sizes (JSON) for vLLM's LoRA and expert kernels, tuned for this GPU, hidden size and rank with vLLM's
+    benchmarks/kernels; null: vLLM's own choice. GPU only. What no kernel reads is told in the engine's log."""
 
     @field_validator("targets")
     @classmethod
@@ -94,6 +94,28 @@ def check_targets(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> 
         if not any(matches(target, name) for name in names):
             kinds = sorted({name.rpartition(".")[2] for name in names})
             raise BadInput(f"lora.targets: {target!r} matches no module of the model; it has {', '.join(kinds)}")
+
+
+def check_tuned_configs(config: LoraConfig) -> None:
+    """BadInput unless `tuned_configs` is a folder of JSON files."""
+    if config.tuned_configs is None:
+        return
+    folder = Path(config.tuned_configs)
+    if not folder.is_dir():
+        raise BadInput(f"lora.tuned_configs: {folder} is no folder of this machine")
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise BadInput(
+            f"lora.tuned_configs: {folder} has no .json file; vLLM's benchmarks/kernels/benchmark_moe.py and "
+            "benchmark_lora.py are what to tune with"
+        )
+    for file in files:
+        try:
+            tuned = json.loads(file.read_text())
+        except ValueError:
+            tuned = None
+        if not isinstance(tuned, dict):
+            raise BadInput(f"lora.tuned_configs: {file} is no JSON object of tile sizes")
 
 
 def matches(target: str, name: str) -> bool:

@@ -5,12 +5,20 @@ class BadInput(ValueError):
     """What the user gave is wrong. The message names the thing and what would be right; retrying cannot help."""
 
 
-class Corrupted(RuntimeError):
-    """Stored bytes are not those that were written. The message names the file; retrying cannot help."""
+class Lasting(RuntimeError):
+    """A fault that the same work meets again, with an engine that is as it was before: retrying cannot help."""
 
 
-class Mismatch(RuntimeError):
-    """Two that must agree about a policy do not. The message says by how much; the same comparison ends the same way."""
+class Corrupted(Lasting):
+    """Stored bytes are not those that were written. The message names the file."""
+
+
+class Mismatch(Lasting):
+    """Two that must agree about a policy do not. The message says by how much."""
+
+
+class NonFiniteUpdate(Lasting):
+    """A loss or gradient norm is NaN or infinite; the weights and the optimizer are as before. The message names the step."""
 
 
 class Transient(RuntimeError):

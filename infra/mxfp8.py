@@ -41,8 +41,9 @@ class Mxfp8Config(Config):
     """Compute MXFP8's numbers in fp32, exactly rounded, where the device has no MXFP8 units (any CPU). Slower than fp32."""
     train: bool = True
     """Off: rollouts in MXFP8, forward and backward of the update in bf16."""
-    sequence_multiple: int = Field(BLOCK, ge=1)
-    """A microbatch is padded to a multiple of this many tokens where the kernels need it (GPUs), an expert's tokens too."""
+    sequence_multiple: int = Field(BLOCK, ge=BLOCK, multiple_of=BLOCK)
+    """A microbatch is padded to a multiple of this many tokens on each device where the kernels need it (GPUs); the tokens of
+    an expert to a multiple of 32."""
 
 
 def scale_exponents(x: "Tensor") -> "Tensor":

@@ -8,15 +8,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 
-from infra.errors import BadInput, Corrupted, Mismatch, OutOfMemory
+from infra.errors import BadInput, Lasting, OutOfMemory
 
 
 def worth_a_retry(_task: Any, _task_run: Any, state: State[Any]) -> bool:
-    """Bad input, damaged data and a failed comparison stay what they are, what does not fit in memory must get smaller
-    first (flows/memory.py); a lost engine or a fault of the network or the store may pass."""
+    """Bad input, damaged data, a failed comparison and an update that is no number stay what they are, what does not fit in
+    memory must get smaller first (flows/memory.py); a lost engine or a fault of the network or the store may pass."""
     try:
         state.result()
-    except (BadInput, Corrupted, Mismatch, OutOfMemory):
+    except (BadInput, Lasting, OutOfMemory):
         return False
     except Exception:
         return True

@@ -6,12 +6,14 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from infra.adapters import MODULES, LoraConfig
+from infra.adapters import MODULES, LoraConfig, check_tuned_configs
 from tasks.rollout import weights
+from tasks.rollout.tuned import FOLDER_ENV
 
 NAME, ID = "policy", 1
 """Every version of the adapter has this name and id: vLLM never holds two."""
@@ -71,7 +73,8 @@ def prepare_environment(config: LoraConfig, tensor_parallel: int) -> None:
     """
     os.environ.setdefault("BEAM_VLLM", "portable")
     if config.tuned_configs is not None:
-        os.environ.setdefault("VLLM_TUNED_CONFIG_FOLDER", config.tuned_configs)
+        check_tuned_configs(config)  # again: an engine may run on another machine than the flow
+        os.environ.setdefault(FOLDER_ENV, str(Path(config.tuned_configs).absolute()))
     if torch.cuda.is_available() and not fully_sharded(config, tensor_parallel):
         os.environ.setdefault("VLLM_LORA_ENABLE_DUAL_STREAM", "1")
 

@@ -11,7 +11,7 @@ from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
-from tasks.rollout import adapter, prefixes
+from tasks.rollout import adapter, prefixes, tuned
 from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.arguments import engine_arguments, has_experts, prepare_environment
 from tasks.rollout.config import RolloutConfig
@@ -95,6 +95,8 @@ class RolloutEngine:
         self._llm = vllm.LLM(**arguments)
         if mxfp8 is not None and mxfp8.emulation:
             self._llm.collective_rpc(microscaling.emulate, args=(names,))
+        if lora is not None and lora.tuned_configs is not None:
+            tuned.tell_unused(self._llm.collective_rpc)
         self._forks = "kv_transfer_config" in arguments
         self._tokenizer: Any = self._llm.get_tokenizer()
         self.prefetched: Prefetch | None = None

@@ -1,6 +1,5 @@
 """Microbatches through Megatron's schedules: gradients, or logprobs alone."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,8 +36,8 @@ class PolicyForward:
         """The microbatches that this process computes, of those that all have packed alike.
 
         Data-parallel processes take turns, and get equally many, if need be empty ones: experts and pipeline stages work in step. Rows
-        are padded where Megatron wants them alike: to a multiple of the tensor-parallel size for sequence parallelism, of
-        `row_multiple`, all to one length for the allgather dispatcher between processes.
+        are padded to a multiple of `row_multiple` on each process that sequence parallelism cuts them over (it deals a part of
+        the tokens to its experts alone), and all to one length for the allgather dispatcher between processes.
         """
         from megatron.core import parallel_state
 
@@ -51,7 +50,7 @@ class PolicyForward:
         alike = model.num_moe_experts and model.moe_token_dispatcher_type == "allgather"
         if alike and ranks * self.config.parallel.pipeline > 1:
             lengths = [max(lengths)] * len(full)
-        multiple = math.lcm(self.row_multiple, self.config.parallel.tensor if self.config.parallel.sequence else 1)
+        multiple = self.row_multiple * (self.config.parallel.tensor if self.config.parallel.sequence else 1)
         padded = [mb.padded(-(-n // multiple) * multiple) for mb, n in zip(full, lengths, strict=True)]
         return padded[parallel_state.get_data_parallel_rank() :: ranks]
 

@@ -11,11 +11,10 @@ import torch.multiprocessing
 from torch import Tensor
 
 from infra.adapters import LoraConfig
-from infra.errors import BadInput, Corrupted, Transient
+from infra.errors import BadInput, Corrupted, NonFiniteUpdate, Transient
 from infra.mxfp8 import Mxfp8Config
 from tasks.update.config import UpdateConfig
 from tasks.update.model import BACKENDS
-from tasks.update.optimizer import NonFiniteUpdate
 from tasks.update.trainer import Trainer
 
 START_METHOD = "spawn"

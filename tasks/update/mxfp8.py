@@ -6,6 +6,7 @@ either of their dimensions. Products and sums are fp32 here, as TransformerEngin
 """
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -91,26 +92,30 @@ def check_device(config: Mxfp8Config) -> None:
         raise BadInput(f"precision mxfp8: {name} has no MXFP8 units (Blackwell and later do)")
 
 
-def megatron_settings(config: Mxfp8Config, layers: int) -> dict[str, Any]:
-    """Megatron's settings for TransformerEngine's MXFP8 recipe (GPU), of a model of so many layers; none to emulate.
+def megatron_settings(config: Mxfp8Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Megatron's settings for TransformerEngine's MXFP8 recipe (GPU), of a model whose checkpoint has `shapes`; none to
+    emulate.
 
     TransformerEngine quantises every linear layer; what else `high_precision` may name are whole layers at either end.
     """
     if config.emulation or not config.train:
         return {}
-    start, end = _whole_layers(config, layers)
-    return {
+    start, end = _whole_layers(config, count_layers(shapes))
+    settings = {
         "fp8": "e4m3",
         "fp8_recipe": "mxfp8",
         "fp8_param": False,  # masters and what is published are quantised from the weights themselves
         "first_last_layers_bf16": bool(start or end),
         "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,
-        "moe_router_padding_for_fp8": True,  # tokens of each expert to a multiple of 32
     }
+    if any(".experts." in name for name in shapes):
+        # Each expert's tokens to a multiple of 32, with tokens of weight 0: the alltoall dispatcher does it, allgather cannot.
+        settings |= {"moe_router_padding_for_quantization": True, "moe_token_dispatcher_type": "alltoall"}
+    return settings
 
 
-def count_layers(shapes: dict[str, tuple[int, ...]]) -> int:
+def count_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Layers of a model, by its checkpoint's names."""
     return 1 + max(int(match[1]) for name in shapes if (match := re.search(r"\.layers\.(\d+)\.", name)))
 

@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from tasks.update.config import UpdateConfig
 
 
-class NonFiniteUpdate(RuntimeError):
-    """A loss or gradient norm is NaN or infinite; the weights and the optimizer are as before."""
-
-
 @dataclass(frozen=True)
 class Share:
     """Which of the processes that hold a parameter keeps its master and moments, and tells the others the result."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infra.adapters import LoraConfig, base_name, peft_config
-from infra.errors import BadInput
+from infra.errors import BadInput, NonFiniteUpdate
 from infra.mirror import Mirror
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
@@ -23,8 +23,8 @@ from tasks.update.forward import PolicyForward
 from tasks.update.lora import PolicyAdapter
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
 from tasks.update.model import load_policy
-from tasks.update.mxfp8 import check_device, count_layers, emulate, megatron_settings
-from tasks.update.optimizer import MasterAdamW, NonFiniteUpdate
+from tasks.update.mxfp8 import check_device, emulate, megatron_settings
+from tasks.update.optimizer import MasterAdamW
 from tasks.update.packing import Microbatch, pack
 from tasks.update.parallel import Ranks
 from tasks.update.precision import resolve_precision
@@ -63,7 +63,7 @@ class Trainer:
             check_device(mxfp8)
             shapes = checkpoint_shapes(model_dir)
             self._quantised = quantized_names(shapes, mxfp8)
-            settings = megatron_settings(mxfp8, count_layers(shapes))
+            settings = megatron_settings(mxfp8, shapes)
         self.model = load_policy(model_dir, precision, config, seed, settings)
         emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
         self._rounded = emulate(self.model, set(self._quantised)) if emulated else []

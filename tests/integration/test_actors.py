@@ -11,11 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+from prefect.states import Failed
 
 from infra.actors import Engine, EngineLost, EngineSpec, start_ray, stop_ray
 from infra.artifacts import ArtifactRef
 from infra.capacity import require_room
-from infra.errors import BadInput
+from infra.errors import BadInput, Corrupted, Mismatch, NonFiniteUpdate
+from infra.stages import worth_a_retry
+
+KEPT: list[type[Exception]] = [BadInput, Corrupted, Mismatch, NonFiniteUpdate]
 
 
 class Counter:
@@ -34,8 +38,15 @@ def add(engine: Counter, amount: int) -> tuple[int, list[str], int]:
     return engine.count, engine.followed, os.getpid()
 
 
-def refuse(engine: Counter) -> None:
-    raise BadInput("amount: must be positive")
+def refuse(engine: Counter, kind: str) -> None:
+    raise {kind.__name__: kind for kind in KEPT}[kind]("amount: must be positive")
+
+
+def find_k3(engine: Counter, k3: float) -> None:
+    from tasks.update.config import CorrectionConfig
+    from tasks.update.corrections import check_mismatch
+
+    check_mismatch(k3, CorrectionConfig(max_k3=0.3))
 
 
 def break_down(engine: Counter) -> None:
@@ -130,9 +141,23 @@ def test_a_killed_engine_is_reported_and_the_next_call_gets_a_new_one_at_the_ver
     assert new_pid != pid
 
 
-def test_bad_input_keeps_its_type_and_message_across_the_process_border():
-    with pytest.raises(BadInput, match="amount: must be positive"):
-        engine("refuses").call("tests.integration.test_actors:refuse")
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_fault_that_lasts_keeps_its_type_and_message_across_the_process_border_and_the_engine_lives(kind: type):
+    handle = engine("refuses")
+    pid = handle.load()
+    with pytest.raises(kind) as fault:
+        handle.call("tests.integration.test_actors:refuse", kind=kind.__name__)
+    assert (type(fault.value), str(fault.value)) == (kind, "amount: must be positive"), "no traceback of the actor's"
+    assert not worth_a_retry(None, None, Failed(data=fault.value))
+    assert handle.load() == pid
+
+
+def test_rollouts_of_another_policy_are_not_tried_again():
+    with pytest.raises(
+        BadInput, match=r"k3 of the rollouts to the trainer is 0\.5, update\.correction\.max_k3 is 0\.3"
+    ) as e:
+        engine("refuses").call("tests.integration.test_actors:find_k3", k3=0.5)
+    assert not worth_a_retry(None, None, Failed(data=e.value))
 
 
 def test_an_engine_that_failed_unexpectedly_is_replaced_for_nobody_knows_its_state():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import records
+from infra import policy_write, records
 from infra.adapters import PREFIX, LoraConfig, merged, peft_config
 from infra.errors import BadInput
+from infra.store import Store
+from tasks.publish.folder import write_adapter
+from tasks.rollout import tuned
 from tasks.rollout.engine import RolloutEngine
 from tests.integration import tiny_models
 from tests.integration.engines import PROBE, PROMPTS
@@ -28,9 +32,12 @@ class Model:
     """A model folder, and an engine of it that serves an adapter."""
 
     def __init__(self, kind: str, root: Path):
+        self.kind = kind
         self.folder = getattr(tiny_models, kind)(root / "model", 0)
         self.base = load_file(self.folder / "model.safetensors")
-        self.engine = RolloutEngine(str(self.folder), SETTINGS, LORA)
+        # As a server is started that takes folders with experts in either layout.
+        mixed = {"enable_mixed_moe_lora_format": True} if kind == "experts" else {}
+        self.engine = RolloutEngine(str(self.folder), SETTINGS.model_copy(update={"engine": mixed}), LORA)
 
     def adapter(self, seed: int, rank: int = LORA.rank) -> dict[str, torch.Tensor]:
         """Random; gate and up of odd seeds have one A, as the trainer's."""
@@ -57,12 +64,16 @@ class Model:
         AutoModelForCausalLM.from_pretrained(self.folder).config.save_pretrained(folder)
         whole = merged(self.base.items(), self.adapter(seed), LORA.alpha / LORA.rank)
         save_file({n: t.contiguous() for n, t in whole}, folder / "model.safetensors", metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        results = []
-        for ids in PROBE:
-            table = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-            results.append(table.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0])
-        return results
+        return logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
+def logprobs(model: Any) -> list[torch.Tensor]:
+    """Of PROBE, by a transformers model."""
+    results = []
+    for ids in PROBE:
+        table = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        results.append(table.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0])
+    return results
 
 
 @pytest.fixture(scope="module", params=["dense", "experts", "beam"])
@@ -149,3 +160,91 @@ def test_what_does_not_fit_is_refused_and_the_policy_stays(model: Model):
     with pytest.raises(BadInput, match="takes versions of form adapter"):
         model.engine.apply(model.base.items(), "full")
     assert model.engine.token_logprobs(PROBE) == before and model.engine.version == "adapter-1"
+
+
+def publish_adapter(root: Path, tensors: dict[str, torch.Tensor], fused: bool) -> Path:
+    """What `flows publish adapter_folder=...` writes of a version with this adapter."""
+    store = Store.at(f"file://{root}/store")
+    version = policy_write.write_full(
+        store, "policy", tensors.items(), version=1, step=1, adapter_config=peft_config(LORA, tensors)
+    )
+    write_adapter(version, root / "adapter", fused_experts=fused)
+    return root / "adapter"
+
+
+def by_peft(model: Model, adapter: Path) -> list[torch.Tensor]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    return logprobs(PeftModel.from_pretrained(base, str(adapter)))
+
+
+@pytest.mark.parametrize("seed", [1, 2], ids=["one A for gate and up", "an A each"])
+@pytest.mark.parametrize("fused", [False, True], ids=["2-D", "3-D"])
+def test_a_published_adapter_folder_is_for_vllm_what_it_is_for_peft(
+    model: Model, tmp_path: Path, fused: bool, seed: int
+):
+    """vLLM reads the folder by its own path, LoRAModel.from_local_checkpoint, as a server does."""
+    from vllm.lora.request import LoRARequest
+
+    if fused and model.kind != "experts":
+        pytest.skip("only Qwen3's experts are one parameter in transformers")
+    in_memory = model.apply(seed)
+    folder = publish_adapter(tmp_path, model.adapter(seed), fused)
+    ours = model.engine._lora_request
+    model.engine._lora_request = LoRARequest("published", 2, str(folder), is_3d_lora_weight=fused)
+    try:
+        served = model.engine.token_logprobs(PROBE)
+    finally:
+        model.engine._llm.llm_engine.remove_lora(2)
+        model.engine._lora_request = ours
+    for own, memory, peft in zip(served, in_memory, by_peft(model, folder), strict=True):
+        assert np.allclose(own, memory, atol=1e-5), "the folder, and what the trainer syncs"
+        torch.testing.assert_close(torch.tensor(own), peft, rtol=1e-4, atol=2e-4)
+
+
+def test_tuned_configs_are_looked_up_as_vllm_does(model: Model, tmp_path: Path, monkeypatch, caplog):
+    from vllm.lora.ops.triton_ops import utils
+    from vllm.model_executor.layers.fused_moe import fused_moe
+    from vllm.platforms import current_platform
+
+    def tell() -> str:
+        caplog.clear()
+        tuned.tell_unused(model.engine._llm.collective_rpc)
+        return caplog.text
+
+    monkeypatch.setenv(tuned.FOLDER_ENV, str(tmp_path))
+    assert "nothing is tuned on a CPU" in tell()
+
+    gpu, in_worker = "NVIDIA B200", tuned.wanted  # the name is all that a GPU's worker would add
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: gpu)
+    monkeypatch.setattr(type(current_platform), "get_device_name", classmethod(lambda cls, device_id=0: gpu))
+    device = torch.device("cuda")
+    monkeypatch.setattr(
+        tuned, "wanted", lambda worker: in_worker(SimpleNamespace(device=device, model_runner=worker.model_runner))
+    )
+    for name in ("NVIDIA_H100_SHRINK.json", "E=1,N=1,device_name=NVIDIA_B200.json"):
+        (tmp_path / name).write_text("{}")
+    names = model.engine._llm.collective_rpc(tuned.wanted)[0]
+    assert "no file in" in tell() and f"({', '.join(names)})" in caplog.text
+    for at, name in enumerate(names, 1):
+        (tmp_path / name.replace("*", "")).write_text(f'{{"1": {{"file": "{name}"}}}}')
+        if at < len(names):
+            assert "kernels without a file" in tell() and f"({', '.join(names[at:])})" in caplog.text
+    assert tell() == ""
+    folder = SimpleNamespace(VLLM_TUNED_CONFIG_FOLDER=str(tmp_path), VLLM_BATCH_INVARIANT=False)
+    monkeypatch.setattr(utils, "envs", folder)
+    monkeypatch.setattr(fused_moe, "envs", folder)
+    utils.load_lora_op_config.cache_clear()
+    fused_moe.get_moe_configs.cache_clear()
+    experts = [f"fused_moe_lora_{layer}_{kind}" for layer in ("w13", "w2") for kind in ("shrink", "expand")]
+    kernels = [("shrink", None), ("expand", True), ("expand", False)]
+    kernels += [(name, None) for name in experts if model.kind != "dense"]
+    read = [(utils.load_lora_op_config(*kernel) or {"1": {"file": None}})["1"]["file"] for kernel in kernels]
+    if model.kind != "dense":
+        size = {"experts": (8, 48), "beam": (16, 128)}[model.kind]
+        read.append((fused_moe.get_moe_configs(*size, None) or {1: {"file": None}})[1]["file"])
+    assert sorted(read) == sorted(names)
+    utils.load_lora_op_config.cache_clear()
+    fused_moe.get_moe_configs.cache_clear()

@@ -1,6 +1,7 @@
 """MXFP8: rounding bit for bit as vLLM's, a layer's three products within the format's bound, and trainer and engine alike."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -211,6 +212,30 @@ def test_a_device_without_the_units_needs_emulation(pair: Pair):
         make_trainer(pair.folder, Mxfp8Config())
     with pytest.raises(BadInput, match=r"no GPU with MXFP8 units; set mxfp8\.emulation"):
         RolloutEngine(str(pair.folder), RolloutConfig(), mxfp8=Mxfp8Config())
+
+
+def test_a_gpu_without_the_units_is_refused_by_trainer_and_engine(monkeypatch: pytest.MonkeyPatch):
+    import vllm.platforms
+
+    from tasks.rollout.mxfp8 import engine_arguments
+    from tasks.update.mxfp8 import check_device
+
+    def gpu(name: str, capability: int) -> None:
+        platform = SimpleNamespace(is_cpu=lambda: False, has_device_capability=lambda wanted: capability >= wanted)
+        monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(capability, 10))
+
+    gpu("NVIDIA H200", 90)
+    for asks in (check_device, engine_arguments):
+        with pytest.raises(BadInput, match=r"NVIDIA H200 has no MXFP8 units \(Blackwell and later do\)"):
+            asks(Mxfp8Config())
+    gpu("NVIDIA B200", 100)
+    check_device(Mxfp8Config())
+    assert engine_arguments(Mxfp8Config())["quantization"] == "mxfp8"
+    with pytest.raises(BadInput, match=r"mxfp8\.emulation: .* not those on NVIDIA B200; turn it off"):
+        check_device(MXFP8)
 
 
 def test_dimensions_must_be_divisible_by_32(tmp_path: Path):

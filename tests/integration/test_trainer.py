@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from infra.errors import BadInput
+from infra.errors import BadInput, NonFiniteUpdate
 from tasks.update.config import UpdateConfig
-from tasks.update.optimizer import NonFiniteUpdate
 from tests.models import write_tiny_llama
 
 VOCABULARY = 256
@@ -373,3 +372,25 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
 def test_parallel_sizes_beyond_the_processes_are_refused(llama: Path):
     with pytest.raises(BadInput, match="pipeline 1 x tensor 2 x data 1 are 2 processes, the trainer has 1"):
         make_trainer(llama, parallel={"tensor": 2})
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_trains_the_same_policy_bit_for_bit(folder: Path, weights: str):
+    """Steps, versions and checkpoints; and a checkpoint of either goes on in the other."""
+    plain, offloaded = (
+        make_trainer(folder, weights=weights, offload_optimizer=offload, weight_decay=0.1) for offload in (False, True)
+    )
+    for seed in range(2):
+        assert plain.update(scored(seed)) == offloaded.update(scored(seed))
+    assert_same(exported(plain), exported(offloaded))
+    (state, meta), (other, _) = plain.state(), offloaded.state()
+    assert_same(state, other)
+    parameters = {id(parameter) for parameter in offloaded.model.parameters().values()}
+    assert not parameters & {id(master) for master in offloaded.optimizer.masters.values()}
+
+    stored = load(save({name: tensor.contiguous() for name, tensor in state.items()}))
+    resumed = make_trainer(folder, weights=weights, offload_optimizer=True, weight_decay=0.1)
+    resumed.load_state(stored, meta)
+    assert_same(exported(resumed), exported(plain))
+    assert plain.update(scored(2)) == resumed.update(scored(2))
+    assert_same(exported(plain), exported(resumed))

@@ -5,6 +5,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Crashed, Failed
 
+from flows import __main__ as shell
 from flows import failures
 from flows.evaluate import evaluate
 from flows.failures import MAX_STARTS, advice, default_run, end_crash_loop, run_of, tell_failure
@@ -13,7 +14,7 @@ from flows.publish import publish
 from flows.train import train
 from infra.actors import EngineLost, is_out_of_memory
 from infra.artifacts import ArtifactRef
-from infra.errors import BadInput, Corrupted, Mismatch, OutOfMemory, Transient
+from infra.errors import BadInput, Corrupted, Mismatch, NonFiniteUpdate, OutOfMemory, Transient
 from infra.run import Head, Run
 from infra.stages import worth_a_retry
 
@@ -24,6 +25,7 @@ from infra.stages import worth_a_retry
         ("Failed", BadInput("steps: wrong"), "Change what the message names"),
         ("Failed", Corrupted("x is damaged"), "Delete that artifact's folder"),
         ("Failed", OutOfMemory("no memory"), "a lower update.microbatch_tokens"),
+        ("Failed", NonFiniteUpdate("step 3: loss nan"), "start another run with a lower update.lr"),
         ("Failed", EngineLost("died"), "look at them first. Start the same run name"),
         ("Failed", ZeroDivisionError(), "The log has the traceback"),
         ("Crashed", None, "The automation"),
@@ -132,6 +134,7 @@ def test_a_preparation_tells_of_the_dataset(told: list, parameters: dict, name: 
         (BadInput("lr: must be positive"), False),
         (Corrupted("damaged"), False),
         (Mismatch("the engine holds another policy"), False),
+        (NonFiniteUpdate("step 3: loss nan, gradient norm nan; nothing was applied"), False),
         (OutOfMemory("no memory"), False),
     ],
 )
@@ -171,3 +174,26 @@ def test_a_persons_start_is_never_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "1")
     for _ in range(2 * MAX_STARTS):
         end_crash_loop(Run(store=f"file://{tmp_path}", name="r"), step=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (BadInput("steps: wrong"), 2),
+        (Corrupted("x is damaged"), 1),
+        (Mismatch("another policy"), 1),
+        (NonFiniteUpdate("step 3: loss nan"), 1),
+    ],
+)
+def test_a_shell_prints_one_line_of_a_fault_that_lasts(error: Exception, status: int, tmp_path, monkeypatch, capsys):
+    def fail(name: str, settings: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(shell, "run", fail)
+    monkeypatch.setattr(shell.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["flows", "train"])
+    monkeypatch.setenv("POLICYFLOW_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # no server of others' is to be ended
+    assert shell.main() == status
+    assert capsys.readouterr().err == f"error: {error}\n"

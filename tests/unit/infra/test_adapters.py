@@ -1,9 +1,22 @@
 """Adapters' names, layouts and checks. What PEFT itself makes of them is tested in tests/integration/test_lora.py."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 
-from infra.adapters import PREFIX, LoraConfig, base_name, check_fits, check_targets, fuse_experts, merged, peft_config
+from infra.adapters import (
+    PREFIX,
+    LoraConfig,
+    base_name,
+    check_fits,
+    check_targets,
+    check_tuned_configs,
+    fuse_experts,
+    merged,
+    peft_config,
+)
 from infra.errors import BadInput
 
 SHAPES = {
@@ -41,6 +54,27 @@ def test_targets_name_modules_by_their_last_part_or_by_a_pattern(target: str):
 def test_a_target_that_matches_nothing_is_named_with_what_there_is(target: str):
     with pytest.raises(BadInput, match=r"matches no module of the model; it has linear_fc1, linear_fc2, linear_gate"):
         check_targets(LoraConfig(targets=("linear_qkv", target)), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, r"tuned is no folder of this machine"),
+        ({}, r"tuned has no \.json file; vLLM's benchmarks/kernels/benchmark_moe\.py"),
+        ({"NVIDIA_B200_SHRINK.json": "{}", "x.json": "{1"}, r"x\.json is no JSON object of tile sizes"),
+        ({"x.json": "[]"}, r"x\.json is no JSON object"),
+        ({"NVIDIA_B200_SHRINK.json": "{}"}, None),
+    ],
+)
+def test_a_folder_of_tuned_configs_has_some(tmp_path: Path, files: dict[str, str] | None, message: str | None):
+    folder = tmp_path / "tuned"
+    if files is not None:
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    config = LoraConfig(tuned_configs=str(folder))
+    with pytest.raises(BadInput, match=rf"lora\.tuned_configs: .*{message}") if message else nullcontext():
+        check_tuned_configs(config)
 
 
 def test_an_adapter_of_another_model_or_of_too_high_a_rank_is_refused():

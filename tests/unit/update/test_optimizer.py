@@ -100,3 +100,26 @@ def test_an_offloaded_state_gives_the_same_weights_bit_for_bit(dtype):
         results.append((p.detach().clone(), optimizer.state()))
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["new", "after load_state"])
+def test_an_offloaded_state_lies_in_the_host_s_memory_and_shares_none_with_the_weights(loaded: bool):
+    """Both are the host's here, so that what tells them apart is their memory."""
+    p = parameter(1.25, shape=(3, 3))
+    optimizer = MasterAdamW([("p", p)], UpdateConfig(lr=1e-2, offload_optimizer=True))
+    if loaded:
+        other = MasterAdamW([("p", parameter(0.5, shape=(3, 3)))], UpdateConfig())
+        optimizer.load_state({name: tensor.clone() for name, tensor in other.state().items()})
+        assert (p == 0.5).all()
+    memories = {}
+    for gradient in (1.0, -0.3):
+        backward(p, gradient)
+        optimizer.step(1e-2, optimizer.grad_norm())
+        state = optimizer.state()
+        assert set(state) == {"master.p", "exp_avg.p", "exp_avg_sq.p", "step.p"}
+        assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+        memories = {name: tensor.untyped_storage().data_ptr() for name, tensor in state.items()}
+        of_weights = {p.untyped_storage().data_ptr(), p.grad.untyped_storage().data_ptr()}
+        assert len(set(memories.values())) == 4 and not of_weights & set(memories.values())
+        assert torch.equal(state["master.p"], p), "and the weights are rounded from it"
+        optimizer.zero_grad()
