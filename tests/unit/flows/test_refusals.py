@@ -76,6 +76,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
             "dense", ["policy=lora", "lora.rank=64", "rollout.engine={max_lora_rank: 8}"],
             "rollout.engine: max_lora_rank is decided by the setting lora.rank",
         ),
+        (
+            "experts",
+            ["policy=lora", "lora.rank=48", "precision=mxfp8", "resources.rollout_gpus=1", "resources.update_gpus=1"],
+            "lora.rank 48: in MXFP8 on GPUs Megatron-Bridge multiplies experts' adapters",
+        ),
         # targets
         (
             "dense", ["policy=lora", "lora.targets=[linear_qkv, q_proj]"],
