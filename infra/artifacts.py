@@ -2,8 +2,9 @@
 
 A writer puts its files in a folder of its own below the key, so racing writers never touch each other's; the first
 manifest wins and names the folder that counts. Writers of big files that come out equal when they are made again share
-them instead (`resumable`): a file's name holds its digest, so that what is there is what would be written. Data is
-Parquet, safetensors, JSON or plain bytes: nothing read from a store is ever unpickled.
+them instead (`resumable`): a file's name holds its digest, so that what is there is what would be written. Deleted
+artifacts leave a tombstone (infra/tombstones.py). Data is Parquet, safetensors, JSON or plain bytes: nothing read from a
+store is ever unpickled.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from infra import tombstones
 from infra.errors import BadInput, Corrupted, Transient
 from infra.manifest import MANIFEST, SHARED, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest, place
 from infra.store import Buffer, Sink, Store, check_key
@@ -42,7 +44,8 @@ class ArtifactWriter:
     while the next one is written; the manifest waits for all of them.
 
     `resumable`: a writer that failed or died leaves its files, and the next one of the key, in whatever process, does not
-    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written.
+    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written. Transient
+    when the key was collected meanwhile, with the files that this one, too, counted on.
     """
 
     ref: ArtifactRef
@@ -66,7 +69,9 @@ class ArtifactWriter:
         self.inputs, self.config_hash = list(inputs), config_hash
         self.metadata = dict(metadata or {})
         self.provenance = provenance if provenance is not None else {}
-        self.folder = SHARED if resumable else f"files-{uuid.uuid4().hex[:16]}"
+        self.resumable = resumable
+        self.folder = f"files-{uuid.uuid4().hex[:16]}"
+        self._before: bytes | None = None
         self._files: dict[str, FileEntry] = {}
         self._shared: list[str] = []  # keys of shared files that this one wrote
         self._closing: list[Future[None]] = []
@@ -110,7 +115,7 @@ class ArtifactWriter:
         return where
 
     def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
-        if self.folder == SHARED:
+        if self.resumable:
             self._share(name, pieces)
             return
         with self._file(name) as file:
@@ -157,6 +162,10 @@ class ArtifactWriter:
         self._closing.append(self._pool.submit(sink.close))
 
     def __enter__(self) -> "ArtifactWriter":
+        if self.resumable:
+            found = tombstones.state(self.store)
+            self._before = found if found and tombstones.is_tombstone(found) else None
+            self.folder = tombstones.shared_folder(self._before)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
@@ -173,11 +182,13 @@ class ArtifactWriter:
         finally:
             self._pool.shutdown(wait=True)
             # Garbage is invisible; the first fault is what matters. Another may count on shared files: they stay.
-            if self._is_garbage and self.folder != SHARED:
+            if self._is_garbage and not self.resumable:
                 with suppress(Exception):
                     self.store.delete(self.folder)
 
     def _commit(self) -> None:
+        if self.resumable and not self._files:
+            self.bytes("empty", b"")  # a key with nothing but manifest.json is known for a tombstone's by a list alone
         for future in self._closing:
             future.result()
         manifest = Manifest(
@@ -192,13 +203,13 @@ class ArtifactWriter:
         )
         data = manifest.encode()
         self._is_garbage = False  # a put that raises may have arrived: the files must stay until it is known
-        if self.store.create(MANIFEST, data):
+        if self.store.replace(MANIFEST, data, expected=self._before):
             self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
             self._sweep(manifest.places)
             return
         winner = self._adopt()
         if winner is None:
-            raise Transient(f"{self.store.url} was committed by another writer and deleted at once")
+            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
 
@@ -221,11 +232,11 @@ class ArtifactWriter:
         with suppress(Exception):
             keys = self.store.keys("")
             folders = {key.partition("/")[0] for key in keys}
-            for folder in folders - {self.folder, SHARED}:
+            for folder in folders - {self.folder}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
-            for key in keys:
-                if key.startswith(f"{SHARED}/") and key not in kept:
+            for key in keys:  # of no later life of the key: this may come late
+                if key.partition("/")[0] in {self.folder, SHARED} and key not in kept:
                     self.store.delete(key)
 
 
@@ -347,10 +358,8 @@ def find_artifact(store: Store, key: str) -> ArtifactRef | None:
 
 
 def _read_manifest(store: Store) -> Manifest | None:
-    try:
-        return Manifest.decode(store.read(MANIFEST), store.url)
-    except FileNotFoundError:
-        return None
+    data = tombstones.state(store)
+    return None if data is None or tombstones.is_tombstone(data) else Manifest.decode(data, store.url)
 
 
 def _provenance() -> dict[str, Any]:
