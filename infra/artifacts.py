@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -36,6 +36,16 @@ __all__ = ["Artifact", "ArtifactRef", "ArtifactWriter", "Manifest", "Store", "di
 _log = logging.getLogger(__name__)
 
 
+class Written(NamedTuple):
+    """Files of an artifact that is not committed yet; small, to be sent to the process that will commit it."""
+
+    files: list[FileEntry]
+    keys: list[str]
+    """Of shared ones that were not there before, in the artifact's folder of the store."""
+    folder: str = ""
+    """Where they lie there."""
+
+
 class ArtifactWriter:
     """A with-block that writes one artifact; `ref` is set when the block has ended well.
 
@@ -44,8 +54,10 @@ class ArtifactWriter:
     while the next one is written; the manifest waits for all of them.
 
     `resumable`: a writer that failed or died leaves its files, and the next one of the key, in whatever process, does not
-    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written. Transient
-    when the key was collected meanwhile, with the files that this one, too, counted on.
+    write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written. Several
+    processes may each write files of one such artifact, with a writer outside of a with-block (`written`, then `close`);
+    one commits them all (`include`). Transient when the key was deleted after the writer was made, with the files that it
+    counted on.
     """
 
     ref: ArtifactRef
@@ -71,7 +83,10 @@ class ArtifactWriter:
         self.provenance = provenance if provenance is not None else {}
         self.resumable = resumable
         self.folder = f"files-{uuid.uuid4().hex[:16]}"
-        self._before: bytes | None = None
+        self._before: bytes | None = None  # the manifest comes after this, or not at all
+        if resumable:
+            self._before = tombstones.find(self.store)
+            self.folder = tombstones.shared_folder(self._before)
         self._files: dict[str, FileEntry] = {}
         self._shared: list[str] = []  # keys of shared files that this one wrote
         self._closing: list[Future[None]] = []
@@ -113,6 +128,25 @@ class ArtifactWriter:
             self._put(file_name, pieces)
             where.update(dict.fromkeys(group, file_name))
         return where
+
+    def written(self) -> Written:
+        """What has been written until now, made durable."""
+        for future in self._closing:
+            future.result()
+        return Written(list(self._files.values()), list(self._shared), self.folder)
+
+    def include(self, other: Written) -> None:
+        """Commit another process's files with this one's. Both are `resumable`."""
+        if other.files and other.folder != self.folder:
+            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
+        for entry in other.files:
+            self._check(entry.name)
+            self._files[entry.name] = entry
+        self._shared += other.keys
+
+    def close(self) -> None:
+        """End a writer that commits nothing."""
+        self._pool.shutdown(wait=True)
 
     def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
         if self.resumable:
@@ -162,10 +196,6 @@ class ArtifactWriter:
         self._closing.append(self._pool.submit(sink.close))
 
     def __enter__(self) -> "ArtifactWriter":
-        if self.resumable:
-            found = tombstones.state(self.store)
-            self._before = found if found and tombstones.is_tombstone(found) else None
-            self.folder = tombstones.shared_folder(self._before)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
@@ -180,7 +210,7 @@ class ArtifactWriter:
                 raise
             return False
         finally:
-            self._pool.shutdown(wait=True)
+            self.close()
             # Garbage is invisible; the first fault is what matters. Another may count on shared files: they stay.
             if self._is_garbage and not self.resumable:
                 with suppress(Exception):
@@ -189,8 +219,7 @@ class ArtifactWriter:
     def _commit(self) -> None:
         if self.resumable and not self._files:
             self.bytes("empty", b"")  # a key with nothing but manifest.json is known for a tombstone's by a list alone
-        for future in self._closing:
-            future.result()
+        self.written()
         manifest = Manifest(
             kind=self.kind,
             schema_version=self.schema_version,

@@ -50,13 +50,13 @@ class _Coded:
 
 
 class DeltaFiles:
-    """Codes tensors against `parent` and writes delta-*.bin into `writer`; `parent` becomes the new version on the way.
+    """Codes tensors against `parent` and writes `name`-*.bin into `writer`; `parent` becomes the new version on the way.
 
     At most `_WORKERS` + `_WAITING` + 1 groups are held. `add` may not be called for a tensor that the parent lacks.
     """
 
-    def __init__(self, writer: "ArtifactWriter", parent: "Mirror", group_bytes: int):
-        self.writer, self.parent, self.group_bytes = writer, parent, group_bytes
+    def __init__(self, writer: "ArtifactWriter", parent: "Mirror", group_bytes: int, name: str):
+        self.writer, self.parent, self.group_bytes, self.name = writer, parent, group_bytes, name
         self.frames: list[Frame] = []
         self.digests: dict[str, str] = {}
         """Of the tensors that changed, by name."""
@@ -104,15 +104,15 @@ class DeltaFiles:
         for names, data in coded.frames:
             if self._blob and len(self._blob) + len(data) > FILE_BYTES:
                 self._flush()
-            self.frames.append(Frame(file=self._name(), offset=len(self._blob), bytes=len(data), tensors=names))
+            self.frames.append(Frame(file=self._file(), offset=len(self._blob), bytes=len(data), tensors=names))
             self._blob += data
 
-    def _name(self) -> str:
-        return f"delta-{self._files:05d}.bin"
+    def _file(self) -> str:
+        return f"{self.name}-{self._files:05d}.bin"
 
     def _flush(self) -> None:
         if self._blob:
-            self.writer.bytes(self._name(), self._blob)
+            self.writer.bytes(self._file(), self._blob)
             self._blob, self._files = bytearray(), self._files + 1
 
 

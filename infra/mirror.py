@@ -57,11 +57,6 @@ class Mirror:
         """A writable view of one tensor's words, flat."""
         return words(self.tensor(name))
 
-    def fits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the mirror has a tensor of this name, dtype and shape."""
-        place = self._places.get(name)
-        return place is not None and place[1:] == (tensor.dtype, list(tensor.shape))
-
     def fill(self, tensors: "Iterable[tuple[str, torch.Tensor]]", ref: "ArtifactRef") -> None:
         """Become the version `ref`, of which `tensors` are all."""
         self.ref = None

@@ -1,7 +1,7 @@
 """Policy versions are read: from the cheapest chain of a full version and deltas, checked by their digests."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 _DECODERS = 2
 
+type Chain = list[tuple[ArtifactRef, policy.PolicyVersion]]
+"""Versions to be read, one after the other."""
 
-def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef, policy.PolicyVersion]]":
+
+def chain(ref: ArtifactRef, have: str | None = None) -> Chain:
     """The versions to read, in order, to come to `ref` with the fewest bytes.
 
     The first is full and is read whole, the rest are deltas; or all are deltas, the first to the version of digest
@@ -28,8 +31,8 @@ def chain(ref: ArtifactRef, have: str | None = None) -> "list[tuple[ArtifactRef,
     A version's parent may be gone, or another artifact than it was (collected and made again, from a checkpoint): the
     way through it is closed, others may be open.
     """
-    path: list[tuple[ArtifactRef, policy.PolicyVersion]] = []
-    best: list[tuple[ArtifactRef, policy.PolicyVersion]] | None = None
+    path: Chain = []
+    best: Chain | None = None
     cheapest, spent = float("inf"), 0
     at: ArtifactRef | None = ref
     while at is not None and spent < cheapest:
@@ -74,28 +77,49 @@ def read(ref: ArtifactRef) -> "Iterator[tuple[str, Tensor]]":
         yield name, mirror.tensor(name)
 
 
-def mirror_of(ref: ArtifactRef, path: "list[tuple[ArtifactRef, policy.PolicyVersion]] | None" = None) -> "Mirror":
-    """A mirror that holds the version, read from the store and checked."""
+def mirror_of(ref: ArtifactRef, path: Chain | None = None, names: Collection[str] | None = None) -> "Mirror":
+    """A mirror that holds the version, or some tensors of it, read from the store and checked."""
     from infra.mirror import Mirror
 
     path = chain(ref) if path is None else path
-    mirror = Mirror({name: (policy.dtype_of(info), info.shape) for name, info in path[0][1].tensors.items()})
-    mirror.fill(_read_full(*path[0]), path[0][0])
+    infos = path[-1][1].tensors
+    read = _read_with(infos if names is None else names, path)
+    mirror = Mirror({name: (policy.dtype_of(infos[name]), infos[name].shape) for name in infos if name in read})
+    mirror.fill(_read_full(*path[0], read), path[0][0])
     for at, what in path[1:]:
         mirror.ref = None
-        for name, found in changes(at, what, mirror.words):
+        for name, found in changes(at, what, mirror.words, read):
             mirror.words(name)[found.positions] = found.values
         mirror.ref = at
-    for name, info in path[-1][1].tensors.items():
-        if info.digest != path[0][1].tensors[name].digest and policy.tensor_digest(mirror.tensor(name)) != info.digest:
+    for name in infos if names is None else names:
+        before, now = path[0][1].tensors[name].digest, infos[name].digest
+        if now != before and policy.tensor_digest(mirror.tensor(name)) != now:
             raise Corrupted(f"tensor {name!r} of {ref.uri} is not the one that was published")
-    return mirror
+    if names is None or len(read) == len(names):
+        return mirror
+    some = Mirror({name: (policy.dtype_of(infos[name]), infos[name].shape) for name in names})
+    some.fill(((name, mirror.tensor(name)) for name in names), ref)
+    return some
+
+
+def _read_with(names: Collection[str], path: Chain) -> set[str]:
+    """The tensors to be read for some of them: those that were coded in one frame are decoded together."""
+    read = set(names)
+    for _, what in reversed(path[1:]):
+        for entry in what.frames or []:
+            if not read.isdisjoint(entry.tensors):
+                read |= set(entry.tensors)
+    return read
 
 
 def changes(
-    ref: ArtifactRef, what: policy.PolicyVersion, old: "Callable[[str], ndarray]"
+    ref: ArtifactRef,
+    what: policy.PolicyVersion,
+    old: "Callable[[str], ndarray]",
+    names: Container[str] | None = None,
 ) -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
+    `names`: leave out frames in which there are others.
 
     Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
     a time. Raises Corrupted.
@@ -103,7 +127,8 @@ def changes(
     from infra.codec import frame
     from infra.codec.layout import layout_of
 
-    artifact, frames = open_artifact(ref), what.frames or []
+    artifact = open_artifact(ref)
+    frames = [entry for entry in what.frames or [] if names is None or all(name in names for name in entry.tensors)]
 
     def decode(entry: policy.Frame, data: memoryview) -> "list[Changes]":
         layout = layout_of(policy.dtype_of(what.tensors[entry.tensors[0]]))
@@ -124,18 +149,24 @@ def changes(
             yield from zip(done.tensors, found.result(), strict=True)
 
 
-def _read_full(ref: ArtifactRef, what: policy.PolicyVersion) -> "Iterator[tuple[str, Tensor]]":
-    """A shard is checked whole before its first tensor is yielded."""
-    from infra.tensors import dtype_name
+def _read_full(
+    ref: ArtifactRef, what: policy.PolicyVersion, names: Collection[str] | None = None
+) -> "Iterator[tuple[str, Tensor]]":
+    """Of all tensors or some; shards without any of these are not read. A shard is checked whole before its first tensor is
+    yielded."""
+    from infra.tensors import dtype_name, read_safetensors
 
-    seen: set[str] = set()
-    for name, tensor in open_artifact(ref).iter_tensors(policy.FILES):
-        info = what.tensors.get(name)
-        if info is None or (info.dtype, info.shape) != (dtype_name(tensor.dtype), list(tensor.shape)):
-            raise Corrupted(f"tensor {name!r} of {ref.uri} is not as its manifest says")
-        seen.add(name)
-        yield name, tensor
-    if missing := what.tensors.keys() - seen:
+    wanted = set(what.tensors if names is None else names)
+    artifact, seen = open_artifact(ref), set[str]()
+    for file in sorted({str(what.tensors[name].file) for name in wanted}):
+        for name, tensor in read_safetensors(artifact.buffer(file)):
+            info = what.tensors.get(name)
+            if info is None or (info.dtype, info.shape) != (dtype_name(tensor.dtype), list(tensor.shape)):
+                raise Corrupted(f"tensor {name!r} of {ref.uri} is not as its manifest says")
+            if name in wanted:
+                seen.add(name)
+                yield name, tensor
+    if missing := wanted - seen:
         raise Corrupted(f"{ref.uri} lacks tensors of its manifest: {sorted(missing)[:5]}")
 
 

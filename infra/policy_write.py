@@ -1,158 +1,208 @@
-"""Policy versions are written: all tensors of one, or what changed since its parent.
+"""Policy versions are written: all tensors of one, or what changed since its parent; by one process, or by several.
 
-A writer that dies leaves complete files; the next one of the version, in another process, writes only the others.
+Each process streams its share of the tensors (`Part`) into the store; then one commits what all have written. Writers that
+die leave complete files; the next ones of the version, in other processes, write only the others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from infra import policy
-from infra.artifacts import ArtifactRef, Store
+from infra.artifacts import ArtifactRef, Store, Written
 from infra.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from infra.artifacts import ArtifactWriter
     from infra.mirror import Mirror
 
+type Tensors = Iterable[tuple[str, Tensor]]
 
-def write_full(
-    store: Store,
-    key: str,
-    tensors: "Iterable[tuple[str, Tensor]]",
-    *,
-    version: int,
-    step: int,
-    base: str | None = None,
-    inputs: Sequence[ArtifactRef] = (),
-    config_hash: str = "",
-    metadata: Mapping[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None,
-    shard_bytes: int | None = None,
-    mirror: "Mirror | None" = None,
-    parent: ArtifactRef | None = None,
-    adapter_config: dict[str, Any] | None = None,
-) -> ArtifactRef:
-    """Write every tensor (checkpoint names, each in its serving dtype) as the version `key`.
 
-    `metadata` adds facts beside PolicyVersion's. Holds one shard at a time: see ArtifactWriter.tensors. `mirror`
-    becomes this version. `parent` (of digest `base`): the version before. With `adapter_config` the tensors are an
-    adapter's (infra/adapters.py), that goes with the run's base model.
+class Share(NamedTuple):
+    """Which of the processes that write a version this one is. All see all tensors go by, in one order."""
+
+    rank: int = 0
+    of: int = 1
+
+    def turn(self, tensors: Tensors, size: int) -> "Iterator[tuple[str, Tensor]]":
+        """This process's tensors: `size` bytes for each in turn."""
+        passed = 0
+        for name, tensor in tensors:
+            if passed // size % self.of == self.rank:
+                yield name, tensor
+            passed += tensor.nbytes
+
+    def names(self, version: policy.PolicyVersion) -> set[str]:
+        """This process's tensors of the versions that follow one: equal bytes for each, as near as may be."""
+        sizes = {name: prod(info.shape) * policy.dtype_of(info).itemsize for name, info in version.tensors.items()}
+        load, own = [0] * self.of, set[str]()
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            rank = load.index(min(load))
+            load[rank] += sizes[name]
+            if rank == self.rank:
+                own.add(name)
+        return own
+
+    def file(self, name: str) -> str:
+        """What this process's files are called, so that no other's are."""
+        return name if self.of == 1 else f"{name}-r{self.rank:02d}"
+
+
+WHOLE = Share()
+"""Of the only process that writes."""
+
+
+@dataclass
+class Part:
+    """What one process has written of a version."""
+
+    written: Written
+    tensors: dict[str, policy.TensorInfo]
+    """Its share, as they are in the version."""
+    frames: list[policy.Frame] | None = None
+    """What changed in them since the parent; None when that was not asked."""
+
+    @classmethod
+    def empty(cls) -> "Part":
+        """Of a process that has nothing to write."""
+        return cls(Written([], []), {})
+
+
+def full_part(store: Store, key: str, tensors: Tensors, share: Share = WHOLE, shard_bytes: int | None = None) -> Part:
+    """Write this process's share of the tensors (checkpoint names, each in its serving dtype) into the version `key`.
+
+    Holds one shard at a time: see ArtifactWriter.tensors.
     """
-    infos: dict[str, policy.TensorInfo] = {}
+    from infra.tensors import SHARD_BYTES
+
+    size, infos = shard_bytes or SHARD_BYTES, dict[str, policy.TensorInfo]()
 
     def described() -> "Iterator[tuple[str, Tensor]]":
-        for name, tensor in tensors:
+        for name, tensor in share.turn(tensors, size):
             infos[name] = policy.info_of(tensor)
-            if mirror is not None:
-                mirror.tensor(name).copy_(tensor)
             yield name, tensor
 
-    extra = _own(metadata)
-    if mirror is not None:
-        mirror.ref = None
-    what: policy.PolicyVersion | None = None
-    with store.write(
-        key, policy.KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance, resumable=True
-    ) as writer:
-        files = writer.tensors(policy.FILES, described(), shard_bytes)
-        if not infos:
-            raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
+    with closing(store.write(key, policy.KIND, resumable=True)) as writer:
+        files = writer.tensors(share.file(policy.FILES), described(), size)
         placed = {name: info.model_copy(update={"file": files[name]}) for name, info in infos.items()}
-        what = policy.PolicyVersion(
-            version=version, form="full" if adapter_config is None else "adapter", step=step, base=base, parent=parent,
-            tensors=placed, policy_digest=policy.policy_digest(placed), adapter_config=adapter_config,
-        )  # fmt: skip
-        _say(writer, what)
-    _settle(mirror, writer.ref, what)
-    return writer.ref
+        return Part(writer.written(), placed)
 
 
-def write_delta(
-    store: Store,
-    key: str,
-    tensors: "Iterable[tuple[str, Tensor]]",
-    parent: "Mirror",
-    *,
-    version: int,
-    step: int,
-    anchor: bool = False,
-    inputs: Sequence[ArtifactRef] = (),
-    config_hash: str = "",
-    provenance: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> ArtifactRef:
-    """Write what changed since the version that `parent` holds; `parent` becomes the new version.
+def delta_part(
+    store: Store, key: str, tensors: Tensors, parent: "Mirror", share: Share = WHOLE, anchor: bool = False
+) -> Part:
+    """Write what changed of this process's share since the version that `parent` holds the share of; `parent` becomes the
+    new version, and its `ref` is the caller's to set once that is committed.
 
-    The tensors must have the parent's names, dtypes and shapes, else BadInput. `anchor`: write them whole, too. Beside
-    the mirror (a file), seven groups are held, each of a 24th of the model but of 64 MiB at most, and the largest
+    All tensors must have the parent's names, dtypes and shapes, else BadInput. `anchor`: write them whole, too. Beside
+    the mirror (a file), seven groups are held, each of a 24th of the share but of 64 MiB at most, and the largest
     tensor.
     """
     from infra.deltas import DeltaFiles, frame_bytes
-    from infra.tensors import dtype_name
 
     if parent.ref is None:
         raise BadInput("the parent's mirror holds no whole version")
     base = policy.describe(parent.ref)
-    size = sum(parent.tensor(name).nbytes for name in parent.names)
-    extra = _own(metadata)
-    ref, parent.ref = parent.ref, None
-    what: policy.PolicyVersion | None = None
-    with store.write(
-        key, policy.KIND, inputs=inputs, config_hash=config_hash, metadata=extra, provenance=provenance, resumable=True
-    ) as writer:
-        delta = DeltaFiles(writer, parent, frame_bytes(size))
-        seen: set[str] = set()
+    own = share.names(base)
+    size = frame_bytes(sum(parent.tensor(name).nbytes for name in own))
+    parent.ref = None
+    with closing(store.write(key, policy.KIND, resumable=True)) as writer:
+        delta = DeltaFiles(writer, parent, size, share.file("delta"))
 
         def passing() -> "Iterator[tuple[str, Tensor]]":
-            for name, tensor in tensors:
-                if name in seen or not parent.fits(name, tensor):
-                    raise BadInput(
-                        f"tensor {name!r} ({dtype_name(tensor.dtype)} {list(tensor.shape)}): the parent has no such one"
-                    )
-                seen.add(name)
-                delta.add(name, tensor)
-                yield name, tensor
+            for name, tensor in _fitting(tensors, base):
+                if name in own:
+                    delta.add(name, tensor)
+                    yield name, tensor
 
+        files: dict[str, str] = {}
         try:
-            files: dict[str, str] = {}
             if anchor:
-                files = writer.tensors(policy.FILES, passing(), 2 * frame_bytes(size))
+                files = writer.tensors(share.file(policy.FILES), passing(), 2 * size)
             else:
                 for _ in passing():
                     pass
             delta.finish()
         finally:
             delta.close()
-        if missing := sorted(base.tensors.keys() - seen):
-            raise BadInput(f"policy {store.uri(key)}: the parent's tensor {missing[0]!r} is missing")
-        infos = {
-            name: info.model_copy(update={"file": files.get(name), "digest": delta.digests.get(name, info.digest)})
-            for name, info in base.tensors.items()
+        changed = {
+            name: {"file": files.get(name), "digest": delta.digests.get(name, base.tensors[name].digest)}
+            for name in own
         }
-        what = policy.PolicyVersion(
-            version=version, form="full" if anchor else "delta", step=step, base=base.policy_digest, parent=ref,
-            frames=delta.frames, tensors=infos, policy_digest=policy.policy_digest(infos),
-        )  # fmt: skip
-        _say(writer, what)
-    _settle(parent, writer.ref, what)
-    return writer.ref
+        infos = {name: base.tensors[name].model_copy(update=update) for name, update in changed.items()}
+        return Part(writer.written(), infos, delta.frames)
 
 
-def _say(writer: "ArtifactWriter", what: policy.PolicyVersion) -> None:
-    writer.metadata.update(what.model_dump(mode="json") | {"parent": what.parent and what.parent.digest})
-    if what.parent is not None:
-        writer.inputs = [*writer.inputs, what.parent]
+def _fitting(tensors: Tensors, base: policy.PolicyVersion) -> "Iterator[tuple[str, Tensor]]":
+    """The tensors, which must be those of the version, but for their values. BadInput names one that is not."""
+    from infra.tensors import dtype_name
+
+    missing = dict(base.tensors)
+    for name, tensor in tensors:
+        info, dtype, shape = missing.pop(name, None), dtype_name(tensor.dtype), list(tensor.shape)
+        if info is None or (info.dtype, info.shape) != (dtype, shape):
+            raise BadInput(f"tensor {name!r} ({dtype} {shape}): the parent has no such one")
+        yield name, tensor
+    if missing:
+        raise BadInput(f"the parent's tensor {min(missing)!r} is missing")
 
 
-def _own(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def commit(
+    store: Store,
+    key: str,
+    parts: Callable[[], Sequence[Part]],
+    *,
+    version: int,
+    step: int,
+    form: Literal["full", "delta", "adapter"] = "full",
+    base: str | None = None,
+    parent: ArtifactRef | None = None,
+    adapter_config: dict[str, Any] | None = None,
+    inputs: Sequence[ArtifactRef] = (),
+    config_hash: str = "",
+    metadata: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> tuple[ArtifactRef, bool]:
+    """The version that `parts` writes when it is called; and whether that has the parts' weights: else another writer's
+    was there first.
+
+    `form`, `base`, `parent`, `adapter_config`: see PolicyVersion. `metadata` adds facts beside PolicyVersion's.
+    """
     if taken := (metadata or {}).keys() & policy.PolicyVersion.model_fields.keys():
         raise BadInput(f"metadata of a policy: {sorted(taken)} are the version's own")
-    return dict(metadata or {})
+    what: policy.PolicyVersion | None = None
+    with store.write(
+        key, policy.KIND, inputs=inputs, config_hash=config_hash, metadata=metadata, provenance=provenance,
+        resumable=True,
+    ) as writer:  # fmt: skip
+        tensors, frames = dict[str, policy.TensorInfo](), list[list[policy.Frame]]()
+        for part in parts():
+            writer.include(part.written)
+            if twice := tensors.keys() & part.tensors.keys():
+                raise BadInput(f"policy {store.uri(key)}: tensor {min(twice)!r} is repeated")
+            tensors |= part.tensors
+            if part.frames is not None:
+                frames.append(part.frames)
+        if not tensors:
+            raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
+        what = policy.PolicyVersion(
+            version=version, form=form, step=step, base=base, parent=parent, tensors=tensors,
+            frames=[entry for part in frames for entry in part] if frames else None, policy_digest=policy.policy_digest(tensors),
+            adapter_config=adapter_config,
+        )  # fmt: skip
+        writer.metadata.update(what.model_dump(mode="json") | {"parent": parent and parent.digest})
+        if parent is not None:
+            writer.inputs = [*writer.inputs, parent]
+    ref = writer.ref
+    return ref, what is not None and policy.describe(ref).policy_digest == what.policy_digest
 
 
-def _settle(mirror: "Mirror | None", ref: ArtifactRef, what: policy.PolicyVersion | None) -> None:
-    """The mirror is the committed version, unless another writer's was, with other weights or before all was written."""
-    if mirror is not None and what is not None and policy.describe(ref).policy_digest == what.policy_digest:
-        mirror.ref = ref
+def write_full(
+    store: Store, key: str, tensors: Tensors, *, shard_bytes: int | None = None, **described: Any
+) -> ArtifactRef:
+    """All tensors, as the version `key`, by this process alone. `described`: see `commit`."""
+    return commit(store, key, lambda: [full_part(store, key, tensors, shard_bytes=shard_bytes)], **described)[0]

@@ -23,13 +23,19 @@ def state(store: Store) -> bytes | None:
         return None
 
 
+def find(store: Store) -> bytes | None:
+    """The tombstone at `store`, None when there is none: an artifact, or nothing yet."""
+    data = state(store)
+    return data if data is not None and is_tombstone(data) else None
+
+
 def is_tombstone(data: bytes) -> bool:
     """Whether the artifact that had been there was deleted."""
     return _TOMBSTONE.fullmatch(data) is not None
 
 
 def shared_folder(before: bytes | None) -> str:
-    """Where writers that share files put them, when `before` was the state that they found."""
+    """Where writers that share files put them, after the tombstone `before` or without one."""
     buried = before and _TOMBSTONE.fullmatch(before)
     return f"{SHARED}-{buried[1].decode()}" if buried else SHARED
 

@@ -35,10 +35,15 @@ _PLACES = np.array([sorted(range(8), key=lambda k: not bits >> k & 1) for bits i
 """Which bits are, and then the others."""
 
 
-def encode(old: np.ndarray, new: np.ndarray, layout: Layout) -> bytes:
-    """What makes `new` of `old`, words [n > 0]. May be bigger than `new`."""
+def sample(old: np.ndarray, new: np.ndarray, layout: Layout) -> tuple[np.ndarray, float]:
+    """Of a sample of the words [n > 0]: how many have each exponent and token, int64 [BUCKETS, 16], and which share changed."""
     seen = np.zeros((scan.BUCKETS, _FAR + 1), np.int64)
     _sample(old, new, layout.sign_word, layout.shift, layout.mask, seen)
+    return seen, 1 - seen[:, 0].sum() / seen.sum()
+
+
+def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -> bytes:
+    """What makes `new` of `old`, words [n > 0]; `seen` as `sample`'s. May be bigger than `new`."""
     cuts = np.full(_GROUPS - 1, scan.BUCKETS - 1, np.uint8)
     _cut(seen, cuts)
     sign, exponent, edges = _masks(layout, cuts)
@@ -63,8 +68,8 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout) -> bytes:
     return b"".join([sizes, head, low, high, stream])
 
 
-def decode(view: memoryview, old: np.ndarray, layout: Layout, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions int64 (from `first` on) and new words of all changes. ValueError when they do not fit `old`."""
+def decode(view: memoryview, old: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Positions int32 and new words of all changes. ValueError when they do not fit `old`."""
     changed, number, packed, packed_high = struct.unpack_from(_HEADER, view)
     at, decompressor = struct.calcsize(_HEADER), zstandard.ZstdDecompressor()
     head = decompressor.decompress(view[at : at + packed])
@@ -81,11 +86,11 @@ def decode(view: memoryview, old: np.ndarray, layout: Layout, first: int) -> tup
     _find_contexts(old, exponent, edges, contexts)
     symbols = rans.decode(view[at:], tables, len(contexts), contexts, _BITS)
     symbols.resize((len(contexts) + 7) // 8 * 8, refcheck=False)
-    room = changed + 8  # eight are written at once
-    positions, values = np.empty(room, np.int64), np.empty(room, layout.dtype)
-    if not _restore(old, symbols, symbols.view(np.uint64), far, sign, first, _PLACES, _NUMBERS, positions, values):
+    # Eight positions are written at once.
+    positions, values = np.empty(changed + 8, np.int32), np.empty(changed, layout.dtype)
+    if not _restore(old, symbols, symbols.view(np.uint64), far, sign, _PLACES, _NUMBERS, positions, values):
         raise ValueError("a row has other changes than it says")
-    return positions[:changed], values[:changed]
+    return positions[:changed], values
 
 
 def _planes(values: np.ndarray) -> list[bytes]:
@@ -248,24 +253,28 @@ def _differ(old, new, changes):
 
 
 @njit(cache=True, nogil=True)
-def _keep(eights, new, first, places, numbers, positions, values, found):
-    """Add what changed, by a bit for each of eight elements; returns how many there are now, -1 if that is too many."""
+def _keep(eights, begin, places, numbers, positions, found):
+    """Add where something changed, by a bit for each of eight elements; returns how many there are now, -1 if that is too
+    many."""
     for group in range(len(eights)):
         bits = _INDEX(eights[group] * _GATHER >> _TOP)
         if found + 8 > len(positions):
             return -1
-        begin, end = 8 * group, found + 8
-        kept, kept_values, eight = positions[found:end], values[found:end], new[begin : begin + 8]
+        first, kept = begin + 8 * group, positions[found : found + 8]
         for k in range(8):
-            kept[k] = first + begin + places[bits, k]
-        for k in range(8):
-            kept_values[k] = eight[places[bits, k]]
+            kept[k] = first + places[bits, k]
         found += numbers[bits]
     return found
 
 
 @njit(cache=True, nogil=True)
-def _restore(old, symbols, eights, far, sign, first, places, numbers, positions, values):
+def _gather(words, begin, positions, values):
+    for k in range(len(positions)):
+        values[k] = words[_INDEX(positions[k] - begin)]
+
+
+@njit(cache=True, nogil=True)
+def _restore(old, symbols, eights, far, sign, places, numbers, positions, values):
     """Fill positions and values, of eight more than the changes; whether changes and far steps are as many as they
     should."""
     dtype, taken, found = old.dtype.type, 0, 0
@@ -286,7 +295,8 @@ def _restore(old, symbols, eights, far, sign, first, places, numbers, positions,
                 taken += 1
         _differ(words, new, changes)
         groups = changes.view(np.uint64)[: (len(words) + 7) // 8]
-        found = _keep(groups, new, first + at, places, numbers, positions, values, found)
-        if found < 0:
+        before, found = found, _keep(groups, at, places, numbers, positions, found)
+        if not 0 <= found <= len(values):
             return False
-    return found == len(positions) - 8 and taken == len(far)
+        _gather(new, at, positions[before:found], values[before:found])
+    return found == len(values) and taken == len(far)

@@ -10,6 +10,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import zstandard
@@ -30,6 +31,8 @@ _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
 _MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
+_NARROW = 1 << 31
+"""Words of a tensor up to which positions are int32."""
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
@@ -38,7 +41,7 @@ class Changes:
     """What is new in one tensor."""
 
     positions: np.ndarray
-    """int64 [changes], ascending: places in the flat tensor, in words."""
+    """int32 [changes], int64 where that is too narrow, ascending: places in the flat tensor, in words."""
     values: np.ndarray
     """The new words there."""
 
@@ -127,7 +130,8 @@ def _decode_stored(view: memoryview, old: Sequence[np.ndarray], layout: Layout) 
     for words in old:
         new = np.frombuffer(view[at : at + words.nbytes], layout.dtype)
         positions = np.flatnonzero(new != words)
-        changes.append(Changes(positions, new[positions]))
+        narrow = positions.astype(np.int32) if len(words) <= _NARROW else positions
+        changes.append(Changes(narrow, new[positions]))
         at += words.nbytes
     return changes
 
@@ -142,20 +146,22 @@ class _Encoder:
         self.streams: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)  # (class, 0 gaps or 1 steps)
 
     def add(self, old: np.ndarray, new: np.ndarray) -> None:
-        changed, kind, rows = int(np.count_nonzero(old != new)), _EVENTS, 0
-        if changed > _MUCH * len(old):
-            kind, body = _TOKENS, dense.encode(old, new, self.layout)
+        seen, share = dense.sample(old, new, self.layout)
+        kind, rows = _EVENTS, 0
+        if share > _MUCH:
+            kind, body = _TOKENS, dense.encode(old, new, self.layout, seen)
             if len(body) > new.nbytes:
                 kind, body = _RAW, new.tobytes()
         else:
-            rows, body = self._add_events(old, new, changed)
+            rows, body = self._add_events(old, new)
         self.kinds.append(kind)
         self.rows.append(rows)
         self.bodies.append(body)
 
-    def _add_events(self, old: np.ndarray, new: np.ndarray, changed: int) -> tuple[int, bytes]:
+    def _add_events(self, old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
         """Buckets with changes, and raw bits."""
-        layout, room = self.layout, changed + 1
+        layout, changed = self.layout, int(np.count_nonzero(old != new))
+        room = changed + 1
         buckets, gaps, steps = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, np.uint32)
         sorted_gaps, sorted_steps = np.empty(changed, np.uint32), np.empty(changed, np.uint32)
         sizes, starts, classes = np.empty(256, np.int64), np.empty(257, np.int64), np.zeros(256, np.uint8)
@@ -249,21 +255,15 @@ class _Decoder:
         at: dict[tuple[int, int], int] = defaultdict(int)
         for segment, kind, rows, size in zip(segments, self.kinds, self.rows, self.sizes, strict=True):
             row, body = segment.row(old), self.bodies[byte : byte + size]
-            # A segment of one tensor has its positions there at once.
-            first = segment.parts[0][1] if len(segment.parts) == 1 else 0
             if kind == _EVENTS:
-                changes = self._events(row, range(entry, entry + rows), body, at, first)
+                changes = self._events(row, range(entry, entry + rows), body, at)
             else:
-                changes = (
-                    Changes(*dense.decode(body, row, self.layout, first)) if kind == _TOKENS else _raw(row, body, first)
-                )
+                changes = Changes(*dense.decode(body, row, self.layout)) if kind == _TOKENS else _raw(row, body)
             _distribute(segment, changes, found)
             entry, byte = entry + rows, byte + size
         return [_join(parts, self.layout) for parts in found]
 
-    def _events(
-        self, old: np.ndarray, entries: range, body: memoryview, at: dict[tuple[int, int], int], first: int
-    ) -> Changes:
+    def _events(self, old: np.ndarray, entries: range, body: memoryview, at: dict[tuple[int, int], int]) -> Changes:
         starts = np.zeros(257, np.int64)
         for entry in entries:
             starts[self.buckets[entry] + 1] = self.counts[entry]
@@ -289,9 +289,9 @@ class _Decoder:
             at[kind, 0] += used_gaps
             at[kind, 1] += used_steps
         layout = self.layout
-        changes = Changes(np.empty(len(gaps), np.int64), np.empty(len(gaps), layout.dtype))
+        changes = Changes(np.empty(len(gaps), np.int32), np.empty(len(gaps), layout.dtype))
         placed = scan.place_events(
-            old, first, layout.sign_word, layout.shift, layout.mask, starts, gaps, steps, changes.positions,
+            old, layout.sign_word, layout.shift, layout.mask, starts, gaps, steps, changes.positions,
             changes.values,
         )  # fmt: skip
         if placed != len(gaps):
@@ -299,25 +299,25 @@ class _Decoder:
         return changes
 
 
-def _raw(old: np.ndarray, body: memoryview, first: int) -> Changes:
+def _raw(old: np.ndarray, body: memoryview) -> Changes:
     new = np.frombuffer(body, old.dtype)
     if len(new) != len(old):
         raise ValueError("stored words do not have their parent's size")
     positions = np.flatnonzero(new != old)
-    return Changes(positions + first, new[positions])
+    return Changes(positions.astype(np.int32), new[positions])
 
 
 def _distribute(segment: _Segment, changes: Changes, found: list[list[Changes]]) -> None:
     """A segment's changes to the tensors that it is made of."""
-    if len(segment.parts) == 1:
-        found[segment.parts[0][0]].append(changes)
-        return
-    ends = np.cumsum([0] + [end - begin for _, begin, end in segment.parts])
-    places = np.searchsorted(changes.positions, ends)
-    for (index, begin, _), offset, low, high in zip(segment.parts, ends, places, places[1:], strict=False):
+    ends = list(accumulate((end - begin for _, begin, end in segment.parts), initial=0))
+    places = np.searchsorted(changes.positions, np.array(ends, np.int32)).tolist()
+    for (index, begin, end), offset, low, high in zip(segment.parts, ends, places, places[1:], strict=False):
         if high > low:
             positions = changes.positions[low:high]
-            positions += begin - offset
+            if end > _NARROW:
+                positions = positions.astype(np.int64)
+            if begin != offset:
+                positions += begin - offset
             found[index].append(Changes(positions, changes.values[low:high]))
 
 
@@ -325,5 +325,5 @@ def _join(parts: list[Changes], layout: Layout) -> Changes:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return Changes(np.empty(0, np.int64), np.empty(0, layout.dtype))
+        return Changes(np.empty(0, np.int32), np.empty(0, layout.dtype))
     return Changes(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))

@@ -68,8 +68,8 @@ def find_events(old, new, sign, shift, mask, buckets, gaps, steps, sizes):
 
 
 @njit(cache=True, nogil=True)
-def place_events(old, first, sign, shift, mask, starts, gaps, steps, positions, values):
-    """The inverse: positions (ascending, from `first` on) and new words of all changes. Returns their number, -1 if they
+def place_events(old, sign, shift, mask, starts, gaps, steps, positions, values):
+    """The inverse: positions (int32, ascending) and new words of all changes. Returns their number, -1 if they
     do not fit.
 
     starts: int64 [BUCKETS + 1]; a bucket's gaps and steps lie at starts[bucket]:starts[bucket + 1].
@@ -86,7 +86,7 @@ def place_events(old, first, sign, shift, mask, starts, gaps, steps, positions, 
         left[bucket] -= 1
         if left[bucket] == 0:
             event = at[bucket]
-            positions[found] = first + i
+            positions[found] = i
             values[found] = stepped(old[i], dtype(steps[event]), sign, dtype)
             found += 1
             at[bucket] = event + 1

@@ -132,7 +132,7 @@ class Update:
         """To change single elements."""
         update = cls([], dict(wider))
         for name, dtype, found in changes:
-            values, positions = torch.from_numpy(found.values).view(dtype), torch.from_numpy(found.positions)
+            values, positions = torch.from_numpy(found.values).view(dtype), torch.from_numpy(found.positions).long()
             update.patches.append(elements(slots[name], positions, values))
             if name in wider:
                 update.wider[name] = wider[name].clone()

@@ -74,9 +74,7 @@ class ShardedSink:
         def parts() -> Iterator[Part]:
             for name, dtype, found in changes:
                 update.changes.append((name, found))
-                narrow = np.int32 if np.prod(self.shapes[name]) < 2**31 else np.int64
-                positions = torch.from_numpy(found.positions.astype(narrow))
-                yield name, dtype, positions, torch.from_numpy(found.values).view(dtype)
+                yield name, dtype, torch.from_numpy(found.positions), torch.from_numpy(found.values).view(dtype)
 
         self._ready = None
         self._call(unstage)

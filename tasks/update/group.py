@@ -11,7 +11,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from infra.adapters import LoraConfig
-from infra.errors import BadInput, Transient
+from infra.errors import BadInput, Corrupted, Transient
 from infra.mxfp8 import Mxfp8Config
 from tasks.update.config import UpdateConfig
 from tasks.update.model import BACKENDS
@@ -102,6 +102,24 @@ class TrainerGroup:
                 self.close()
         self._replies()
 
+    def each[T](self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """`function(trainer, *arguments)` in every process at once, with its own `Trainer`; results by rank.
+
+        A fault of the input or of a store is raised here when all have ended, and the group goes on: such a function must
+        not leave the others waiting for its process.
+        """
+        self._send("each", itertools.repeat([function, *arguments]))
+        try:
+            own = _outcome(function, self.trainer, *arguments)
+        except Exception as error:
+            self.close()
+            raise Transient(f"trainer over {len(self._pipes) + 1} processes: rank 0 failed: {error}") from error
+        outcomes = [own, *self._replies()]
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Trainer.state`; the tensors of other processes have `rank<n>.` in front."""
         self._send("state", itertools.repeat([]))
@@ -168,6 +186,14 @@ class TrainerGroup:
         return replies
 
 
+def _outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or the fault of input or store that it meets."""
+    try:
+        return function(*arguments)
+    except (BadInput, Corrupted, Transient, OSError) as fault:
+        return fault
+
+
 def _arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """By value through a pipe: tensors would go by shared memory, of which containers have little."""
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
@@ -198,6 +224,8 @@ def _follow(pipe: Any, rank: int, world: int, port: int, policy: tuple) -> None:
             if name == "export_nothing":
                 for _ in trainer.export():
                     pass
+            elif name == "each":
+                result = _outcome(arguments[0], trainer, *arguments[1:])
             elif name == "state":
                 result = _arrays(trainer.state()[0])
             elif name == "load_state":

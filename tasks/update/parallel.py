@@ -21,7 +21,8 @@ class Ranks:
 
     def __init__(self, parameters: Mapping[str, Any]):
         self.parameters = parameters
-        self.alone = dist.get_world_size() == 1
+        self.rank, self.number = dist.get_rank(), dist.get_world_size()
+        self.alone = self.number == 1
 
     def sum_gradients(self, optimizer: MasterAdamW) -> float:
         """Make every gradient whole, on each process that holds its parameter; the global L2 norm, equal on all.

@@ -7,8 +7,8 @@ generated twice, and on the CPU the rebuilt policy is bit-identical.
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from infra.adapters import LoraConfig
 from infra.artifacts import ArtifactRef, open_artifact
@@ -17,11 +17,6 @@ from infra.run import Stage
 from infra.store import Store
 from tasks.update.config import UpdateConfig, WarmStartConfig
 from tasks.update.warm_start import warm_start
-
-if TYPE_CHECKING:
-    import torch
-
-    from infra.mirror import Mirror
 
 
 class ResidentTrainer:
@@ -49,8 +44,6 @@ class ResidentTrainer:
         self.store, self.checkpoints, self.model_name = store, checkpoints, model_name
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.published: Mirror | None = None
-        """The version that was published last, which the next one's changes are relative to (tasks/sync/publish.py)."""
         self.reset()
 
     def reset(self) -> None:
@@ -66,12 +59,12 @@ class ResidentTrainer:
         self.untouched = True
         """Whether this is still the base model."""
 
-    def export(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(Hugging Face name, tensor) of the policy; of its adapter, when that is all that is trained."""
-        return self.trainer.export()
+    def each[T](self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """`function(trainer, *arguments)` with the `Trainer` of every process; results by rank."""
+        return self.trainer.each(function, *arguments)
 
     def adapter_config(self) -> dict[str, Any] | None:
-        """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""
+        """PEFT's adapter_config.json of what is exported; None when that is the whole policy."""
         config = self.trainer.adapter_config()
         if config is None or self.model_name is None:
             return config

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infra.adapters import LoraConfig, base_name, peft_config
 from infra.errors import BadInput
+from infra.mirror import Mirror
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.tensors import checkpoint_shapes
 from tasks.update import routes
@@ -36,6 +37,9 @@ class Trainer:
     """Updates made, those without anything to train on included."""
     broken = False
     """Never: see `group.TrainerGroup`."""
+    published: Mirror | None = None
+    """This process's share of the version that was published last, which the next one's changes are relative to
+    (tasks/sync/publish.py)."""
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Trainer:
         parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
         dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
         self.ranks = Ranks(parameters)
+        self.rank, self.processes = self.ranks.rank, self.ranks.number
         shares = self.ranks.shares() if config.shard_optimizer else {}
         self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes, shares)
         self._masked_sequences = 0  # of the last step
@@ -295,6 +300,10 @@ class Trainer:
         if self.adapter is not None:
             return iter(self.adapter.export().items())
         return quantize_tensors(self.model.export(), self._quantised)
+
+    def each[T](self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """[function(self, *arguments)]; see `group.TrainerGroup.each`."""
+        return [function(self, *arguments)]
 
     def adapter_config(self) -> dict[str, Any] | None:
         """PEFT's adapter_config.json of what `export` gives; None when that is the whole policy."""

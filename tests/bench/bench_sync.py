@@ -27,7 +27,7 @@ import torch
 import zstandard
 
 from flows.config import load_config
-from infra import policy_read, policy_write
+from infra import policy, policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.codec import frame
 from infra.codec.layout import layout_of, words
@@ -278,7 +278,7 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
     size = sum(mirror.tensor(name).nbytes for name in mirror.names)
     elements = sum(mirror.tensor(name).numel() for name in mirror.names)
     published, prepared, paused = _Peak(), _Peak(), _Peak()
-    applied = changed = 0
+    applied, changed, at = 0, 0, refs[0]
     with tempfile.TemporaryDirectory() as folder:
         store = Store.at(folder)
         for number, ref in enumerate(refs[1 : TIMED + 2], 1):
@@ -287,7 +287,12 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
             tensors = ((name, after.tensor(name).clone()) for name in after.names)
             differing = sum(int(np.count_nonzero(mirror.words(n) != after.words(n))) for n in mirror.names)
             with published:
-                written = policy_write.write_delta(store, f"v{number}", tensors, mirror, version=number, step=number)
+                part = policy_write.delta_part(store, f"v{number}", tensors, mirror)
+                written, _ = policy_write.commit(
+                    store, f"v{number}", lambda part=part: [part], form="delta", version=number, step=number,
+                    parent=at, base=policy.describe(at).policy_digest,
+                )  # fmt: skip
+            mirror.ref = at = written
             way = updates(engine, written)
             with prepared:
                 update, version = next(way)
@@ -345,7 +350,7 @@ def _anonymous() -> int:
 def _paper(figures: dict[str, float]) -> dict[str, float]:
     """Seconds for 247 GB of bf16 over S3, 8 trainer nodes to 8 engine nodes that each hold the model.
 
-    Trainer nodes code and upload their eighth, which is not built: one process exports, and `one_publisher` is its node
+    Trainer nodes code and upload their eighth; `one_publisher` is one node
     coding and uploading everything. Engine nodes fetch all of it and decode all of it. Stages are added up, though they
     overlap. Rates: this bench's own, at 3.5% changed (at 3% and 5%, bytes in proportion).
     """

@@ -1,5 +1,6 @@
 """Data parallelism of a dense model: two processes train as one does, and share the optimizer's state if told to."""
 
+import json
 import multiprocessing
 import sys
 from pathlib import Path
@@ -9,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from infra import policy, policy_read
+from infra.artifacts import ArtifactRef
+from infra.files import Files
 from infra.models import megatron_cpu
+from infra.run import Run
+from tasks.sync.config import SyncConfig
+from tasks.sync.publish import publish
 from tests.integration.processes import run_module
 from tests.integration.test_trainer import assert_same, exported, scored
 from tests.models import write_tiny_llama
@@ -25,6 +32,7 @@ SETTINGS = {
     "correction": {"sequences": "mask", "sequence_low": 0.8, "sequence_high": 1.25},
 }  # fmt: skip
 """eps: a step is a smooth function of the gradient, so that tolerances mean something."""
+_open = Files.open
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 RELATIVE = 1e-5
 """Greatest relative difference (L2, a tensor) that summing microbatches in another order makes in fp32."""
@@ -79,6 +87,19 @@ def test_each_process_keeps_its_share_of_masters_and_moments_only(results: Path,
         assert 0.4 * elements < sum(tensor.numel() for tensor in share.values()) < 0.6 * elements
 
 
+def test_each_process_publishes_its_share_and_a_store_s_fault_leaves_them_together(results: Path):
+    digests: list[str] = json.loads((results / "digests.json").read_text())
+    run = Run(store=f"file://{results}/store", name="r")
+    for number, digest in enumerate(digests):
+        ref = run.stage("policy", number, []).committed()
+        assert ref is not None
+        assert policy.describe(ref).policy_digest == digest == policy.digest_tensors(policy_read.read(ref))
+        if number:
+            writers = {frame.file.rpartition("-")[0] for frame in policy.describe(ref).frames or []}
+            assert writers == {"delta-r00", "delta-r01"}
+    assert len(set(digests)) == len(digests)
+
+
 def _train(name: str, weights: str, out: Path) -> None:
     """In a process of its own: a step, whose state is kept, a second, and that again from the kept state."""
     from tasks.update import group
@@ -102,6 +123,41 @@ def _train(name: str, weights: str, out: Path) -> None:
     torch.save(metrics, out / f"{name}.{weights}.metrics")
 
 
+def _publish(out: Path) -> None:
+    """In a process of its own: three versions; of the last one, the second process's store fails at first."""
+    from tasks.update import group
+    from tasks.update.config import UpdateConfig
+
+    group.START_METHOD = "fork"
+    torch.set_num_threads(1)
+    config = UpdateConfig.model_validate(SETTINGS | {"weights": "bfloat16"} | TRAINERS["whole"])
+    trainer = group.make_trainer(str(out / "model"), config, seed=1)
+    run, refs, digests = Run(store=f"file://{out}/store", name="r"), list[ArtifactRef](), list[str]()
+    for step in range(3):
+        if step:
+            trainer.update(scored(step))
+        stage, parent = run.stage("policy", step, []), refs[-1] if refs else None
+        if step == 2:
+            trainer.each(_fill_disk, True)
+            with pytest.raises(OSError, match="no space"):
+                publish(trainer, stage, SyncConfig(), parent)
+            trainer.each(_fill_disk, False)
+        refs.append(publish(trainer, stage, SyncConfig(), parent))
+        digests.append(policy.digest_tensors(trainer.export()))
+    trainer.close()
+    (out / "digests.json").write_text(json.dumps(digests))
+
+
+def _fill_disk(process: Any, is_full: bool) -> None:
+    """In the second of two processes."""
+
+    def fail(files: Files, path: str) -> Any:
+        raise OSError("no space")
+
+    if process.rank == 1:
+        Files.open = fail if is_full else _open
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     write_tiny_llama(out / "model")
@@ -116,6 +172,10 @@ def main() -> None:
             process.join()
             if process.exitcode:
                 sys.exit(f"{name}, {weights} failed")
+    process = context.Process(target=_publish, args=(out,))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
 
 
 if __name__ == "__main__":

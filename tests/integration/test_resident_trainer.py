@@ -66,7 +66,7 @@ class Steps:
 
 
 def digest(trainer: ResidentTrainer) -> str:
-    return policy.digest_tensors(trainer.export())
+    return policy.digest_tensors(trainer.trainer.export())
 
 
 def test_a_lost_trainer_is_rebuilt_bit_for_bit(tmp_path: Path, model: Path):

@@ -56,6 +56,23 @@ def test_every_change_of_every_dtype_comes_back_bit_for_bit(
     coded(old, new)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
+def test_places_that_32_bits_cannot_say_have_64(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """A tensor of 2**31 words would not fit here: the boundary is lowered."""
+    monkeypatch.setattr(frame, "SEGMENT", 1 << 18)
+    monkeypatch.setattr(frame, "_NARROW", 1 << 19)
+    generator = np.random.default_rng(0)
+    old = [generator.integers(0, 1 << 16, size, dtype=np.uint16) for size in (300, 3 << 18, 1 << 19, 40)]
+    new = [words + (generator.random(len(words)) < share).astype(np.uint16) for words in old]
+    layout = layout_of(torch.bfloat16)
+    for data in (frame.encode(old, new, layout), frame.store(new)):
+        found = frame.decode(data, old, layout)
+        assert [changes.positions.dtype for changes in found] == [np.int32, np.int64, np.int32, np.int32]
+        for changes, before, after in zip(found, old, new, strict=True):
+            assert np.array_equal(changes.positions, np.flatnonzero(before != after))
+            assert np.array_equal(changes.values, after[changes.positions])
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )

@@ -88,8 +88,9 @@ def test_an_adapter_is_a_version_that_goes_with_another(file_store: Store) -> No
     adapter = {"mlp.lora_A": torch.randn(2, 8), "mlp.lora_B": torch.zeros(8, 2)}
     digest, settings = policy.describe(base).policy_digest, {"r": 2, "lora_alpha": 4}
     ref = policy_write.write_full(
-        file_store, "a2", adapter.items(), version=2, step=1, base=digest, parent=base, adapter_config=settings
-    )
+        file_store, "a2", adapter.items(), version=2, step=1, form="adapter", base=digest, parent=base,
+        adapter_config=settings,
+    )  # fmt: skip
     what = policy.describe(ref)
     assert (what.form, what.parent, what.base, what.is_full) == ("adapter", base, digest, True)
     assert what.adapter_config == settings

@@ -1,6 +1,6 @@
 """A trainer and an engine without a model: the code that publishes and applies is the real one, the weights are tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,17 +13,45 @@ from tasks.rollout.slots import Slot
 
 
 class TensorTrainer:
-    """Exports the tensors that it is given: a whole policy, or with `config` (PEFT's) an adapter."""
+    """Exports the tensors that it is given: a whole policy, or with `config` (PEFT's) an adapter. `processes`: how many see
+    the export, each of which publishes its share."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None):
+    def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None, processes: int = 1):
         self.tensors, self.config = tensors, config
-        self.published: Mirror | None = None
+        self.become(processes)
+
+    def become(self, processes: int) -> None:
+        """Started anew, as so many processes: nothing is known of what was published."""
+        self.members = [TensorProcess(self, rank, processes) for rank in range(processes)]
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()
 
+    def each[T](self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """One after the other, so that what dies dies at the same write each time; the first fault, when all have ended."""
+        results, faults = list[T](), list[Exception]()
+        for member in self.members:
+            try:
+                results.append(function(member, *arguments))
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+        return results
+
     def adapter_config(self) -> dict[str, Any] | None:
         return self.config
+
+
+class TensorProcess:
+    """One of a trainer's."""
+
+    def __init__(self, trainer: TensorTrainer, rank: int, processes: int):
+        self.trainer, self.rank, self.processes = trainer, rank, processes
+        self.published: Mirror | None = None
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.trainer.export()
 
 
 class TensorEngine:

@@ -202,9 +202,9 @@ def broken(world: World, fault: tuple[str, int, bool]) -> None:
 
 
 def lose(world: World, lost: str) -> None:
-    """A process that dies forgets what it holds."""
+    """A process that dies forgets what it holds. The trainer's new ones are more, or fewer."""
     if lost in ("trainer", "both"):
-        world.trainer.published = None
+        world.trainer.become(len(world.trainer.members) % 3 + 1)
     if lost in ("engine", "both"):
         world.engines[1] = world.make_engine()
 

@@ -161,7 +161,7 @@ def test_a_version_that_was_collected_and_made_again_closes_no_way(chain: Chain)
         assert one.version == held(one, chain.trainer.tensors) == chain.digests[6] and one.whole == 1
     drop_old_versions(chain.run, chain.refs[6], keep=4)  # would keep 3, if it were the parent of 4
     assert chain.run.stage("policy", 3, []).committed() is None
-    chain.trainer.published = None
+    chain.trainer.become(1)
     follow(engine, chain.publish())
     assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[7]
 
@@ -170,9 +170,31 @@ def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain,
     other = Chain(tmp_path / "other")
     chain.publish(4)
     for _ in range(4):
-        other.trainer.published = None
+        other.trainer.become(1)
         other.publish()
     assert [ref.digest for ref in chain.refs] == [ref.digest for ref in other.refs]
+
+
+def test_the_processes_of_a_trainer_each_write_their_share(chain: Chain, tmp_path: Path) -> None:
+    """Whole versions, deltas and anchors; in the end they are as many as never before, and read what others coded."""
+    other = Chain(tmp_path / "other")
+    other.trainer.become(3)
+    engine = TensorEngine(tensors())
+    for number in range(7):
+        if number == 5:
+            other.trainer.become(2)
+        chain.publish()
+        follow(engine, other.publish())
+        assert engine.version == held(engine, other.trainer.tensors) == chain.digests[number]
+        what = policy.describe(other.refs[number])
+        for process in other.trainer.members if number else []:
+            assert process.published is not None and process.published.ref == other.refs[number]
+        names = [name for process in other.trainer.members if process.published for name in process.published.names]
+        assert sorted(names) == (sorted(what.tensors) if number else [])
+        files = {entry.file for entry in what.frames or []} | {info.file for info in what.tensors.values()}
+        assert len(files - {None}) >= (2 if number else 1), "no process writes all"
+    assert engine.whole == 1
+    assert policy.digest_tensors(policy_read.read(other.refs[6])) == chain.digests[6]
 
 
 def test_a_version_is_published_once(chain: Chain) -> None:
