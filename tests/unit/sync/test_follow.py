@@ -4,16 +4,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
-from infra.errors import Corrupted
-from infra.follow import follow, prefetch
+from infra.errors import Corrupted, Transient
+from infra.follow import Prefetch, follow, prefetch
 from infra.run import Run
 from infra.store import Store
+from tasks.rollout.mirrored import MirroredSink
+from tasks.rollout.patches import Patch
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
 from tasks.sync.retention import drop_old_versions
@@ -249,3 +252,83 @@ def test_what_was_prepared_for_another_version_is_not_used(chain: Chain) -> None
     prefetch(engine, chain.refs[2])
     follow(engine, chain.refs[2])
     assert engine.version == chain.digests[2]
+
+
+class LoadingEngine:
+    """As a quantised engine: it takes whole policies only, and the version is kept in a mirror."""
+
+    loads_whole = True
+
+    def __init__(self, like: dict[str, torch.Tensor]):
+        self.loader: Any = TensorEngine(like)
+        self.version: str | None = None
+        self.prefetched: Prefetch | None = None
+        self.sink = MirroredSink(self.loader, iter)
+        self.words, self.prepare = self.sink.words, self.sink.prepare
+        self.prepare_whole, self.prepare_adapter = self.sink.prepare_whole, self.loader.prepare_adapter
+
+    def commit(self, update: Any, version: str) -> None:
+        self.sink.commit(update, version)
+        self.version = version
+
+    def check(self, digest: str) -> None:
+        """Its own weights and the mirror's are those of the version that it says it holds."""
+        mirror = self.sink.mirror
+        assert mirror is not None and self.version == digest
+        for tensors in (self.loader.memory, {name: mirror.tensor(name) for name in mirror.names}):
+            assert policy.digest_tensors(tensors.items()) == digest
+
+
+@pytest.fixture
+def loading(chain: Chain) -> LoadingEngine:
+    """At version 0, with versions 1 to 4 to come."""
+    engine = LoadingEngine(tensors())
+    follow(engine, chain.publish())
+    chain.publish(3)
+    return engine
+
+
+def test_an_engine_that_loads_whole_policies_goes_over_several_versions_by_one_load(
+    chain: Chain, loading: LoadingEngine
+) -> None:
+    with mock.patch.object(policy_read, "read", side_effect=AssertionError("only changes are read")):
+        follow(loading, chain.refs[3])
+        loading.check(chain.digests[3])
+        assert loading.loader.whole == 2
+        chain.publish(2)
+        prefetch(loading, chain.refs[5])
+        follow(loading, chain.refs[5])
+    loading.check(chain.digests[5])
+    assert loading.loader.whole == 3
+
+
+def test_a_load_over_several_versions_that_fails_leaves_the_old_one_and_its_mirror(
+    chain: Chain, loading: LoadingEngine
+) -> None:
+    for at in range(len(tensors())):
+        left, write = [at], Patch.write
+
+        def breaking(patch: Patch, values: torch.Tensor, left: list[int] = left, write: Any = write) -> None:
+            write(patch, values)
+            left[0] -= 1
+            if left[0] == -1:
+                raise RuntimeError("in the middle of a load")
+
+        with mock.patch.object(Patch, "write", breaking), pytest.raises(RuntimeError, match="middle"):
+            follow(loading, chain.refs[3])
+        loading.check(chain.digests[0])
+    with (
+        mock.patch.object(Store, "buffer", side_effect=Transient("the store is gone")),
+        pytest.raises(Transient),
+    ):
+        follow(loading, chain.refs[3])
+    loading.check(chain.digests[0])
+    follow(loading, chain.refs[3])
+    loading.check(chain.digests[3])
+
+
+def test_a_mirror_that_was_disturbed_gets_the_version_from_the_store(chain: Chain, loading: LoadingEngine) -> None:
+    assert loading.sink.mirror is not None
+    loading.sink.mirror.tensor("embed")[3, 5] += 1
+    follow(loading, chain.refs[3])
+    loading.check(chain.digests[3])
