@@ -305,7 +305,7 @@ def test_an_engine_that_loads_whole_policies_goes_over_several_versions_by_one_l
 def test_a_load_over_several_versions_that_fails_leaves_the_old_one_and_its_mirror(
     chain: Chain, loading: LoadingEngine
 ) -> None:
-    for at in range(len(tensors())):
+    for at in range(3):  # the norm stays as it is
         left, write = [at], Patch.write
 
         def breaking(patch: Patch, values: torch.Tensor, left: list[int] = left, write: Any = write) -> None:
