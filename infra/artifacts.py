@@ -358,6 +358,7 @@ class Artifact:
         try:
             data = self.store.buffer(self.manifest.place(name))
         except FileNotFoundError as error:
+            open_artifact(self.ref)  # BadInput: it was deleted since
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:
             raise Corrupted(f"{name} of {self.ref.uri} is damaged: {len(data)} bytes, {entry.bytes} were written")

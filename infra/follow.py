@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
-from infra.errors import Corrupted
+from infra.errors import BadInput, Corrupted
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
     """Prepared updates and the digests of the versions that they lead to; each must be committed before the next. One to
     each version on the way, or one in all (`PolicySink.loads_whole`).
 
-    Should the engine not hold what it is taken to hold, or not tell, it gets the whole version.
+    Should the engine not hold what it is taken to hold, or not tell, or the way be collected, it gets the whole version.
     """
     newest = policy.describe(ref)
     if newest.adapter_config is not None:
@@ -142,7 +142,7 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
             return
         except _CannotTell:
             pass
-        except Corrupted as fault:
+        except (Corrupted, BadInput) as fault:  # BadInput: a version on the way was collected since
             _log.warning("the engine gets %s whole: %s", ref.uri, fault)
     if path:
         yield engine.prepare_whole(policy_read.read(ref)), path[-1][1].policy_digest

@@ -36,8 +36,8 @@ def is_tombstone(data: bytes) -> bool:
 
 def shared_folder(before: bytes | None) -> str:
     """Where writers that share files put them, after the tombstone `before` or without one."""
-    buried = before and _TOMBSTONE.fullmatch(before)
-    return f"{SHARED}-{buried[1].decode()}" if buried else SHARED
+    buried = _TOMBSTONE.fullmatch(before) if before else None
+    return f"{SHARED}-{buried.group(1).decode()}" if buried else SHARED
 
 
 def bury(store: Store, before: bytes | None) -> bool:

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -167,6 +168,24 @@ def test_a_version_that_was_collected_and_made_again_closes_no_way(chain: Chain)
     chain.trainer.become(1)
     follow(engine, chain.publish())
     assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[7]
+
+
+@pytest.mark.parametrize("before", ["infra.policy_read.changes", "infra.artifacts.Artifact.buffer"])
+def test_an_engine_whose_way_is_collected_while_it_reads_gets_the_version_whole(chain: Chain, before: str) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish(3))
+    chain.publish(3)
+    assert [what.version for _, what in policy_read.chain(chain.refs[5], chain.digests[2])] == [3, 4, 5]
+    act, dropped = resolve_name(before), list[str]()
+
+    def collecting(*arguments: Any, **named: Any) -> Any:
+        dropped.extend(drop_old_versions(chain.run, chain.refs[5], keep=1))
+        return act(*arguments, **named)
+
+    with mock.patch(before, collecting):
+        follow(engine, chain.refs[5])
+    assert len(dropped) == 3 and engine.whole == 2
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[5]
 
 
 def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain, tmp_path: Path) -> None:
