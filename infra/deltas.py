@@ -52,7 +52,8 @@ class _Coded:
 class DeltaFiles:
     """Codes tensors against `parent` and writes `name`-*.bin into `writer`; `parent` becomes the new version on the way.
 
-    At most `_WORKERS` + `_WAITING` + 1 groups are held. `add` may not be called for a tensor that the parent lacks.
+    At most `_WORKERS` + `_WAITING` groups are held, and one of each layout. `add` may not be called for a tensor that the
+    parent lacks.
     """
 
     def __init__(self, writer: "ArtifactWriter", parent: "Mirror", group_bytes: int, name: str):
@@ -60,25 +61,27 @@ class DeltaFiles:
         self.frames: list[Frame] = []
         self.digests: dict[str, str] = {}
         """Of the tensors that changed, by name."""
-        self._group: _Group | None = None
+        self._groups: dict[Layout, _Group] = {}
+        """Open ones: a router in fp32 does not end the group of the weights around it."""
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="delta")
         self._pending: list[Future[_Coded]] = []
         self._blob, self._files = bytearray(), 0
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
-        """Take a tensor; its memory must stay as it is until `finish`, or until `group_bytes` more have been added."""
+        """Take a tensor; its memory must stay as it is until `finish`."""
         layout = layout_of(tensor.dtype)
-        if self._group and (self._group.layout != layout or self._group.bytes + tensor.nbytes > self.group_bytes):
-            self._submit()
-        if self._group is None:
-            self._group = _Group(layout)
-        self._group.names.append(name)
-        self._group.new.append(words(tensor))
-        self._group.bytes += tensor.nbytes
+        group = self._groups.get(layout)
+        if group is not None and group.bytes + tensor.nbytes > self.group_bytes:
+            self._submit(layout)
+        group = self._groups.setdefault(layout, _Group(layout))
+        group.names.append(name)
+        group.new.append(words(tensor))
+        group.bytes += tensor.nbytes
 
     def finish(self) -> None:
         """Write what is left."""
-        self._submit()
+        for layout in list(self._groups):
+            self._submit(layout)
         while self._pending:
             self._take()
         self._flush()
@@ -88,11 +91,8 @@ class DeltaFiles:
         """Stop the workers, after a fault."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _submit(self) -> None:
-        if self._group is None:
-            return
-        group, self._group = self._group, None
-        self._pending.append(self._pool.submit(_code, group, self.parent))
+    def _submit(self, layout: Layout) -> None:
+        self._pending.append(self._pool.submit(_code, self._groups.pop(layout), self.parent))
         while len(self._pending) > _WORKERS + _WAITING:
             self._take()
 

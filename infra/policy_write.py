@@ -99,8 +99,8 @@ def delta_part(
     new version, and its `ref` is the caller's to set once that is committed.
 
     All tensors must have the parent's names, dtypes and shapes, else BadInput. `anchor`: write them whole, too. Beside
-    the mirror (a file), seven groups are held, each of a 24th of the share but of 64 MiB at most, and the largest
-    tensor.
+    the mirror (a file), six groups are held and one a dtype, each of a 24th of the share but of 64 MiB at most, and the
+    largest tensor.
     """
     from infra.deltas import DeltaFiles, frame_bytes
 

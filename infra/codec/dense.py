@@ -9,11 +9,11 @@ through memory and the compiler makes vectors of them; blocks stay in a processo
 import struct
 
 import numpy as np
-import zstandard
 from numba import njit
 
 from infra.codec import rans, scan
 from infra.codec.layout import Layout
+from infra.codec.packing import pack, unpack
 
 _HEADER = "<IIII"  # changes; far steps; bytes of the packed head, and of the far steps' packed high bytes
 _FAR = 15
@@ -59,11 +59,10 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -
     counts[:, 0] += counts.sum(1) == 0  # every context has a table
     tables = np.array([rans.table(row, _BITS) for row in counts])
     stream = rans.encode(symbols[:size], tables, contexts, _BITS)
-    compressor = zstandard.ZstdCompressor(level=_ZSTD)
     low, high = _planes(tables)
-    head = compressor.compress(cuts.tobytes() + low + high)
+    head = pack(cuts.tobytes() + low + high, _ZSTD)
     low, *high = _planes(far)
-    high = compressor.compress(b"".join(high))
+    high = pack(b"".join(high), _ZSTD)
     sizes = struct.pack(_HEADER, changed, len(far), len(head), len(high))
     return b"".join([sizes, head, low, high, stream])
 
@@ -71,12 +70,12 @@ def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -
 def decode(view: memoryview, old: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Positions int32 and new words of all changes. ValueError when they do not fit `old`."""
     changed, number, packed, packed_high = struct.unpack_from(_HEADER, view)
-    at, decompressor = struct.calcsize(_HEADER), zstandard.ZstdDecompressor()
-    head = decompressor.decompress(view[at : at + packed])
+    at = struct.calcsize(_HEADER)
+    head = unpack(view[at : at + packed])
     at += packed
     low = bytes(view[at : at + number])
     at += number
-    far = _from_planes(low + decompressor.decompress(view[at : at + packed_high]), layout.dtype)
+    far = _from_planes(low + unpack(view[at : at + packed_high]), layout.dtype)
     at += packed_high
     tables = _from_planes(head[_GROUPS - 1 :], np.dtype(np.uint16)).reshape(_GROUPS**2, 256)
     if changed > len(old):

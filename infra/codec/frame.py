@@ -7,22 +7,22 @@ are.
 """
 
 import struct
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import zstandard
 
 from infra.codec import dense, rans, scan, tokens
 from infra.codec.layout import Layout, frozen
+from infra.codec.packing import pack, unpack
 from infra.errors import Corrupted
 from infra.store import Buffer
 
 SEGMENT, SHARED = 1 << 21, 1 << 20
-"""Words of a segment, of one tensor and of several: these are copied together, into memory small enough that it stays with
-the process and is not had anew from the system each time, which takes as long as coding it."""
+"""Words of a segment, of one tensor and of several: these are copied together."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
 FORMAT, _STORED = 5, 2
@@ -33,6 +33,7 @@ _MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
 _NARROW = 1 << 31
 """Words of a tensor up to which positions are int32."""
+_kept = threading.local()
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
@@ -52,9 +53,21 @@ class _Segment:
 
     parts: list[tuple[int, int, int]]
 
-    def row(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+    def row(self, tensors: Sequence[np.ndarray], which: str) -> np.ndarray:
+        """Of several tensors it is good until the next row of the same name in this thread."""
         rows = [tensors[index][begin:end] for index, begin, end in self.parts]
-        return frozen(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        if len(rows) == 1:
+            return frozen(rows[0])
+        size = sum(len(row) for row in rows)
+        return frozen(np.concatenate(rows, out=_scratch(which, rows[0].dtype)[:size]))
+
+
+def _scratch(which: str, dtype: np.dtype) -> np.ndarray:
+    """SHARED words that this thread keeps: had anew from the system for each row, they cost a tenth of coding it."""
+    name = f"{which} {dtype}"
+    if name not in _kept.__dict__:
+        _kept.__dict__[name] = np.empty(SHARED, dtype)
+    return _kept.__dict__[name]
 
 
 def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
@@ -89,7 +102,7 @@ def encode(old: Sequence[np.ndarray], new: Sequence[np.ndarray], layout: Layout)
     """
     coder = _Encoder(layout)
     for segment in _segments([len(words) for words in old]):
-        coder.add(segment.row(old), segment.row(new))
+        coder.add(segment.row(old, "old"), segment.row(new, "new"))
     coded = coder.finish()
     size = sum(words.nbytes for words in new)
     return coded if len(coded) < size else store(new)
@@ -111,7 +124,7 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
         raise Corrupted(f"a frame of weight changes is of kind {view[0]}, which this code does not read")
     try:
         return _Decoder(view, layout).run(old)
-    except (struct.error, ValueError, IndexError, zstandard.ZstdError) as error:
+    except (struct.error, ValueError, IndexError) as error:
         raise Corrupted(f"a frame of weight changes does not fit its parent: {error}") from error
 
 
@@ -202,7 +215,7 @@ class _Encoder:
             _planes(np.array([[len(s), len(c)] for s, c in zip(streams.values(), coded, strict=True)], np.uint32)),
             _planes(np.array(shares, np.uint16)),
         ]
-        packed = zstandard.ZstdCompressor(level=9).compress(b"".join(part.tobytes() for part in head))
+        packed = pack(b"".join(part.tobytes() for part in head), level=9)
         sizes = (len(packed), sum(bodies), len(self.rows), len(table), len(streams))
         return b"".join([struct.pack(_HEADER, FORMAT, *sizes), packed, *self.bodies, *coded])
 
@@ -218,7 +231,7 @@ class _Decoder:
         self.layout = layout
         _, packed, bodies, segments, entries, streams = struct.unpack_from(_HEADER, view)
         at = struct.calcsize(_HEADER)
-        self.head, self.at = zstandard.ZstdDecompressor().decompress(view[at : at + packed]), 0
+        self.head, self.at = unpack(view[at : at + packed]), 0
         at += packed
         self.bodies = view[at : at + bodies]
         at += bodies
@@ -254,7 +267,7 @@ class _Decoder:
         entry, byte = 0, 0
         at: dict[tuple[int, int], int] = defaultdict(int)
         for segment, kind, rows, size in zip(segments, self.kinds, self.rows, self.sizes, strict=True):
-            row, body = segment.row(old), self.bodies[byte : byte + size]
+            row, body = segment.row(old, "old"), self.bodies[byte : byte + size]
             if kind == _EVENTS:
                 changes = self._events(row, range(entry, entry + rows), body, at)
             else:

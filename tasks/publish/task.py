@@ -29,19 +29,23 @@ def check_model(
     logprobs: list[list[float]],
     tolerance: float,
     transformers_tolerance: float,
+    in_the_mean: bool,
     timeout_s: float,
 ) -> ArtifactRef:
     """Artifact of kind `check`: what is published is what was trained.
 
     transformers loads the folder in a process of its own: every tensor must have the version's digest, and the logprobs of
     `sequences` must be within `transformers_tolerance` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
-    the published folder; None: skip it) must give `logprobs` within `tolerance` too. Raises NotThePolicy.
+    the published folder; None: skip it) must give `logprobs` within `tolerance` too; each of them, or all `in_the_mean`. Raises
+    NotThePolicy.
     """
     from tasks.publish import check
 
     if done := stage.committed():
         return done
-    by_transformers = check.compare_transformers(model, policy, sequences, logprobs, transformers_tolerance, timeout_s)
+    by_transformers = check.compare_transformers(
+        model, policy, sequences, logprobs, transformers_tolerance, timeout_s, in_the_mean
+    )
     differences = {"transformers": by_transformers}
     if engine is not None:
         loaded = Engine(engine)
@@ -49,7 +53,7 @@ def check_model(
             found = loaded.call("tasks.publish.check:score", sequences=sequences, timeout_s=timeout_s)
         finally:
             loaded.stop()
-        differences["vllm"] = check.largest_difference("vLLM", found, logprobs, tolerance)
+        differences["vllm"] = check.difference("vLLM", found, logprobs, tolerance, in_the_mean)
     with stage.write("check", metadata={"max_diff": differences}) as writer:
         pass
     return writer.ref

@@ -24,7 +24,7 @@ class Patch:
 
     slot: Slot
     index: torch.Tensor | None
-    """int64 [n]: places in the slot's memory; None: the whole tensor."""
+    """int32 or int64 [n]: places in the slot's memory; None: the whole tensor."""
     new: torch.Tensor
     """[n], or the tensor."""
     old: torch.Tensor
@@ -60,7 +60,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements(slot: Slot, positions: torch.Tensor, values: torch.Tensor) -> Patch:
-    """Replace single elements. positions int64 [n] in the flat tensor; values [n], exact in the engine's dtype."""
+    """Replace single elements. positions (int32 or int64 [n]) in the flat tensor; values [n], exact in the engine's dtype."""
     index = slot.index(positions.to(slot.memory.device))
     return Patch(slot, index, values.to(slot.memory), slot.memory[index])
 
@@ -132,7 +132,7 @@ class Update:
         """To change single elements."""
         update = cls([], dict(wider))
         for name, dtype, found in changes:
-            values, positions = torch.from_numpy(found.values).view(dtype), torch.from_numpy(found.positions).long()
+            values, positions = torch.from_numpy(found.values).view(dtype), torch.from_numpy(found.positions)
             update.patches.append(elements(slots[name], positions, values))
             if name in wider:
                 update.wider[name] = wider[name].clone()

@@ -28,7 +28,10 @@ class Slot:
     """Entries from slice to slice; None: as many as a slice has (the last one of a vocabulary may have fewer)."""
 
     def index(self, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: places in `memory` of the flat checkpoint tensor's `positions` (int64 [n])."""
+        """[n]: places in `memory` of the flat checkpoint tensor's `positions` (int32 or int64 [n]); these, or int64."""
+        if self.stride is None and not self.offset and self.packed is None:
+            return positions
+        positions = positions.long()
         if self.stride is not None:
             columns = self.shape[-1]
             positions = positions.div(columns, rounding_mode="floor") * self.stride + positions % columns

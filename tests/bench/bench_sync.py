@@ -182,14 +182,14 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _groups(tensors: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    group: list[str] = []
+    groups: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
-        full = sum(tensors[n].nbytes for n in group) + tensor.nbytes > 16 * 2**20
-        if group and (full or tensors[group[0]].dtype != tensor.dtype):
-            yield group
-            group = []
+        group = groups.setdefault(tensor.dtype, [])
+        if group and sum(tensors[n].nbytes for n in group) + tensor.nbytes > 16 * 2**20:
+            yield groups.pop(tensor.dtype)
+            group = groups.setdefault(tensor.dtype, [])
         group.append(name)
-    yield group
+    yield from groups.values()
 
 
 def _count(layout: Any, old: np.ndarray, changes: Any, sizes: np.ndarray, events: dict[int, int]) -> None:

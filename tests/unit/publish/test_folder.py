@@ -14,7 +14,7 @@ from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names, rounded
 from infra.run import Stage
 from infra.store import Store
-from tasks.publish.check import NotThePolicy, compare_transformers, largest_difference
+from tasks.publish.check import NotThePolicy, compare_transformers, difference
 from tasks.publish.folder import fetch_model, model_config, model_folder, write_adapter, write_model
 from tests.models import write_tiny_llama
 
@@ -133,6 +133,18 @@ def test_the_configs_dtype_is_the_policys(base: Path):
     assert "torch_dtype" not in config
 
 
-def test_a_difference_that_is_not_a_number_is_a_difference():
+@pytest.mark.parametrize("in_the_mean", [False, True])
+def test_a_difference_that_is_not_a_number_is_a_difference(in_the_mean: bool):
     with pytest.raises(NotThePolicy):
-        largest_difference("vLLM", [[float("nan")]], [[-1.0]], 0.1)
+        difference("vLLM", [[float("nan"), -1.0]], [[-1.0, -1.0]], 0.1, in_the_mean)
+
+
+def test_a_difference_is_judged_by_the_largest_or_in_the_mean():
+    found, expected = [[-1.0, -2.0, -4.0, -3.0]], [[-1.0, -2.0, -3.0, -3.0]]
+    assert (
+        difference("vLLM", found, expected, 1.0) == 1.0 == difference("vLLM", found, expected, 0.25, in_the_mean=True)
+    )
+    with pytest.raises(NotThePolicy, match=r"differ by 1 nats from the training engine's \(tolerance 0\.9\)"):
+        difference("vLLM", found, expected, 0.9)
+    with pytest.raises(NotThePolicy, match=r"differ by 0\.25 nats in the mean"):
+        difference("vLLM", found, expected, 0.2, in_the_mean=True)
