@@ -59,8 +59,7 @@ def policy_of(session: Session, version: Version) -> ArtifactRef:
     """
     run = version.run
     stage = run.stage("policy", version.number, [version.update])
-    session.holds.enter_context(holding(run, Store.at(stage.store).uri(stage.key)))
-    if done := stage.committed():
+    if done := session.holds.enter_context(holding(run, Store.at(stage.store).uri(stage.key))):
         return done
     trainer = session.trainer_of(run, session.config if run == session.run else _config_of(run, session.config))
     session.start_alone(trainer)

@@ -2,8 +2,9 @@
 
 A writer puts its files in a folder of its own below the key, so racing writers never touch each other's; the first
 manifest wins and names the folder that counts. Writers of big files that come out equal when they are made again share
-them instead (`resumable`): a file's name holds its digest, so that what is there is what would be written. Data is
-Parquet, safetensors, JSON or plain bytes: nothing read from a store is ever unpickled.
+them instead (`resumable`): a file's name holds its digest, so that what is there is what would be written. Deleted
+artifacts leave a tombstone (infra/tombstones.py). Data is Parquet, safetensors, JSON or plain bytes: nothing read from a
+store is ever unpickled.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
+from infra import tombstones
 from infra.errors import BadInput, Corrupted, Transient
 from infra.manifest import MANIFEST, SHARED, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest, place
 from infra.store import Buffer, Sink, Store, check_key
@@ -40,6 +42,8 @@ class Written(NamedTuple):
     files: list[FileEntry]
     keys: list[str]
     """Of shared ones that were not there before, in the artifact's folder of the store."""
+    folder: str = ""
+    """Where they lie there."""
 
 
 class ArtifactWriter:
@@ -52,7 +56,8 @@ class ArtifactWriter:
     `resumable`: a writer that failed or died leaves its files, and the next one of the key, in whatever process, does not
     write again what lies there whole. For `bytes`, `json` and `tensors`. A file is hashed before it is written. Several
     processes may each write files of one such artifact, with a writer outside of a with-block (`written`, then `close`);
-    one commits them all (`include`).
+    one commits them all (`include`). Transient when the key was deleted after the writer was made, with the files that it
+    counted on.
     """
 
     ref: ArtifactRef
@@ -76,7 +81,12 @@ class ArtifactWriter:
         self.inputs, self.config_hash = list(inputs), config_hash
         self.metadata = dict(metadata or {})
         self.provenance = provenance if provenance is not None else {}
-        self.folder = SHARED if resumable else f"files-{uuid.uuid4().hex[:16]}"
+        self.resumable = resumable
+        self.folder = f"files-{uuid.uuid4().hex[:16]}"
+        self._before: bytes | None = None  # the manifest comes after this, or not at all
+        if resumable:
+            self._before = tombstones.find(self.store)
+            self.folder = tombstones.shared_folder(self._before)
         self._files: dict[str, FileEntry] = {}
         self._shared: list[str] = []  # keys of shared files that this one wrote
         self._closing: list[Future[None]] = []
@@ -123,10 +133,12 @@ class ArtifactWriter:
         """What has been written until now, made durable."""
         for future in self._closing:
             future.result()
-        return Written(list(self._files.values()), list(self._shared))
+        return Written(list(self._files.values()), list(self._shared), self.folder)
 
     def include(self, other: Written) -> None:
         """Commit another process's files with this one's. Both are `resumable`."""
+        if other.files and other.folder != self.folder:
+            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
         for entry in other.files:
             self._check(entry.name)
             self._files[entry.name] = entry
@@ -137,7 +149,7 @@ class ArtifactWriter:
         self._pool.shutdown(wait=True)
 
     def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
-        if self.folder == SHARED:
+        if self.resumable:
             self._share(name, pieces)
             return
         with self._file(name) as file:
@@ -200,11 +212,13 @@ class ArtifactWriter:
         finally:
             self.close()
             # Garbage is invisible; the first fault is what matters. Another may count on shared files: they stay.
-            if self._is_garbage and self.folder != SHARED:
+            if self._is_garbage and not self.resumable:
                 with suppress(Exception):
                     self.store.delete(self.folder)
 
     def _commit(self) -> None:
+        if self.resumable and not self._files:
+            self.bytes("empty", b"")  # a key with nothing but manifest.json is known for a tombstone's by a list alone
         self.written()
         manifest = Manifest(
             kind=self.kind,
@@ -218,13 +232,13 @@ class ArtifactWriter:
         )
         data = manifest.encode()
         self._is_garbage = False  # a put that raises may have arrived: the files must stay until it is known
-        if self.store.create(MANIFEST, data):
+        if self.store.replace(MANIFEST, data, expected=self._before):
             self.ref = ArtifactRef(kind=self.kind, uri=self.store.url, digest=manifest.digest)
             self._sweep(manifest.places)
             return
         winner = self._adopt()
         if winner is None:
-            raise Transient(f"{self.store.url} was committed by another writer and deleted at once")
+            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
 
@@ -247,11 +261,11 @@ class ArtifactWriter:
         with suppress(Exception):
             keys = self.store.keys("")
             folders = {key.partition("/")[0] for key in keys}
-            for folder in folders - {self.folder, SHARED}:
+            for folder in folders - {self.folder}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
-            for key in keys:
-                if key.startswith(f"{SHARED}/") and key not in kept:
+            for key in keys:  # of no later life of the key: this may come late
+                if key.partition("/")[0] in {self.folder, SHARED} and key not in kept:
                     self.store.delete(key)
 
 
@@ -344,6 +358,7 @@ class Artifact:
         try:
             data = self.store.buffer(self.manifest.place(name))
         except FileNotFoundError as error:
+            open_artifact(self.ref)  # BadInput: it was deleted since
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:
             raise Corrupted(f"{name} of {self.ref.uri} is damaged: {len(data)} bytes, {entry.bytes} were written")
@@ -373,10 +388,8 @@ def find_artifact(store: Store, key: str) -> ArtifactRef | None:
 
 
 def _read_manifest(store: Store) -> Manifest | None:
-    try:
-        return Manifest.decode(store.read(MANIFEST), store.url)
-    except FileNotFoundError:
-        return None
+    data = tombstones.state(store)
+    return None if data is None or tombstones.is_tombstone(data) else Manifest.decode(data, store.url)
 
 
 def _provenance() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
-from infra.errors import Corrupted
+from infra.errors import BadInput, Corrupted
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,8 @@ class PolicySink(Protocol):
     """Policy digest of what it holds; None when that is not known."""
     prefetched: "Prefetch | None"
     """What is being prepared, None at first."""
+    loads_whole: bool
+    """Whether `commit` costs the whole policy, however little changed: it goes over several versions at once."""
 
     def words(self, name: str, dtype: "torch.dtype") -> "ndarray | None":
         """A copy of a tensor's bits (infra/codec/layout.py), of the policy's dtype; None if it cannot tell."""
@@ -119,9 +121,10 @@ class _CannotTell(Exception):
 
 
 def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
-    """Prepared updates and the digests of the versions that they lead to; each must be committed before the next.
+    """Prepared updates and the digests of the versions that they lead to; each must be committed before the next. One to
+    each version on the way, or one in all (`PolicySink.loads_whole`).
 
-    Should the engine not hold what it is taken to hold, or not tell, it gets the whole version.
+    Should the engine not hold what it is taken to hold, or not tell, or the way be collected, it gets the whole version.
     """
     newest = policy.describe(ref)
     if newest.adapter_config is not None:
@@ -131,15 +134,37 @@ def updates(engine: PolicySink, ref: ArtifactRef) -> Iterator[tuple[Any, str]]:
     path = policy_read.chain(ref, engine.version)
     if path and path[0][1].is_delta and path[0][1].base == engine.version:
         try:
+            if engine.loads_whole and len(path) > 1:
+                yield engine.prepare_whole(_folded(engine, path)), path[-1][1].policy_digest
+                return
             for at, what in path:
                 yield engine.prepare(list(decode(engine, at, what))), what.policy_digest
             return
         except _CannotTell:
             pass
-        except Corrupted as fault:
+        except (Corrupted, BadInput) as fault:  # BadInput: a version on the way was collected since
             _log.warning("the engine gets %s whole: %s", ref.uri, fault)
     if path:
         yield engine.prepare_whole(policy_read.read(ref)), path[-1][1].policy_digest
+
+
+def _folded(engine: PolicySink, path: policy_read.Chain) -> "Iterator[tuple[str, torch.Tensor]]":
+    """All tensors of the last version of a way that begins at the engine's; what changed is verified by its digest. Made in
+    a scratch file."""
+    from infra.mirror import Mirror
+
+    infos = path[-1][1].tensors
+    mirror = Mirror({name: (policy.dtype_of(info), info.shape) for name, info in infos.items()})
+    for name, info in infos.items():
+        if (found := engine.words(name, policy.dtype_of(info))) is None:
+            raise _CannotTell(name)
+        mirror.words(name)[:] = found
+    policy_read.advance(mirror, path)
+    for name in {name for _, what in path for frame in what.frames or [] for name in frame.tensors}:
+        if policy.tensor_digest(mirror.tensor(name)) != infos[name].digest:
+            raise Corrupted(f"tensor {name!r} of {path[-1][0].uri}, made of the engine's own, is not the published one")
+    for name in mirror.names:
+        yield name, mirror.tensor(name)
 
 
 def decode(

@@ -17,7 +17,8 @@ from infra.store import Buffer
 
 MANIFEST = "manifest.json"
 SHARED = "shared"
-"""The folder of writers that share files: a file's name there begins with its digest."""
+"""The folder of writers that share files, and what such folders' names begin with (infra/tombstones.py): a file's name
+there begins with its digest."""
 _SEVERAL_CORES_FROM = 2**20  # bytes; below this, starting threads costs more than it saves
 
 
@@ -112,7 +113,7 @@ def _seal(body: bytes) -> bytes:
 
 def place(folder: str, entry: FileEntry) -> str:
     """Where a writer with this folder puts a file, below the artifact's key."""
-    prefix = f"{entry.digest.removeprefix('blake3:')[:32]}-" if folder == SHARED else ""
+    prefix = f"{entry.digest.removeprefix('blake3:')[:32]}-" if folder.startswith(SHARED) else ""
     return f"{folder}/{prefix}{entry.name}"
 
 

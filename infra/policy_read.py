@@ -86,11 +86,7 @@ def mirror_of(ref: ArtifactRef, path: Chain | None = None, names: Collection[str
     read = _read_with(infos if names is None else names, path)
     mirror = Mirror({name: (policy.dtype_of(infos[name]), infos[name].shape) for name in infos if name in read})
     mirror.fill(_read_full(*path[0], read), path[0][0])
-    for at, what in path[1:]:
-        mirror.ref = None
-        for name, found in changes(at, what, mirror.words, read):
-            mirror.words(name)[found.positions] = found.values
-        mirror.ref = at
+    advance(mirror, path[1:], read)
     for name in infos if names is None else names:
         before, now = path[0][1].tensors[name].digest, infos[name].digest
         if now != before and policy.tensor_digest(mirror.tensor(name)) != now:
@@ -100,6 +96,16 @@ def mirror_of(ref: ArtifactRef, path: Chain | None = None, names: Collection[str
     some = Mirror({name: (policy.dtype_of(infos[name]), infos[name].shape) for name in names})
     some.fill(((name, mirror.tensor(name)) for name in names), ref)
     return some
+
+
+def advance(mirror: "Mirror", path: Chain, names: Container[str] | None = None) -> None:
+    """Take a mirror, of the parent of the first of some deltas, to the last. The result is not checked. `names`: see
+    `changes`."""
+    for at, what in path:
+        mirror.ref = None
+        for name, found in changes(at, what, mirror.words, names):
+            mirror.words(name)[found.positions] = found.values
+        mirror.ref = at
 
 
 def _read_with(names: Collection[str], path: Chain) -> set[str]:

@@ -104,6 +104,7 @@ class RolloutEngine:
         """Held while the model computes a step, and while weights change."""
         self._llm.llm_engine.step = _locked(self._stepping, self._llm.llm_engine.step)
         self._sink = self._make_sink()
+        self.loads_whole = self._sink.loads_whole
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def _make_sink(self) -> "ModelSink | ShardedSink | MirroredSink":

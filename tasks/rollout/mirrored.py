@@ -3,7 +3,7 @@
 A quantised model holds other numbers than a version's, and some kernels lay tensors out in ways of their own: neither can
 say what a change is relative to, and vLLM's loader wants all tensors. So changes are decoded against a mirror (a mapped
 file), and the loader is given the whole from there: a sync reads the changes from the store, not the chain since the last
-anchor.
+anchor, and loads once, however many versions it goes over.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +39,8 @@ class MirroredUpdate:
 
 class MirroredSink:
     """A sink that loads whole policies, with a mirror of the last (infra.follow.PolicySink)."""
+
+    loads_whole = True
 
     def __init__(self, sink: "ModelSink | ShardedSink", numbers: Callable[[Tensors], Tensors]):
         """`numbers`: what the sink loads of a version's tensors."""

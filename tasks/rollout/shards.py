@@ -48,6 +48,8 @@ class ShardedUpdate:
 class ShardedSink:
     """The model of several vLLM workers; its methods are those of infra.follow.PolicySink."""
 
+    loads_whole = False
+
     def __init__(self, call: Call, shapes: dict[str, tuple[int, ...]], *, whole_only: bool = False):
         """`shapes`: of the checkpoint's tensors, by name. `whole_only`: versions are always loaded whole.
 

@@ -22,6 +22,7 @@ class ModelSink:
     """Policy digest of what it holds; None: the checkpoint's own weights."""
     prefetched: Prefetch | None
     """What is being prepared."""
+    loads_whole = False
 
     def __init__(self, worker: Any, shapes: dict[str, tuple[int, ...]]):
         """`shapes`: of the checkpoint's tensors, by name."""

@@ -3,6 +3,10 @@
 Kept are version 0, the last ones, those that a pin names (an engine that lags, an evaluation, a person), and every version
 on the chains of deltas that lead to these. The trainer can make any other again from its checkpoints and the stored
 batches.
+
+Who pins a version writes the pin, then touches the manifests of all that it is made of. A collection reads a version's
+manifest, then the pins, then swaps the manifest for a tombstone: it sees the pin, or the swap fails. Only then are files
+deleted (infra/tombstones.py).
 """
 
 import logging
@@ -10,13 +14,15 @@ import re
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from infra import policy
+from infra import policy, tombstones
 from infra.artifacts import ArtifactRef
 from infra.config import Config
 from infra.errors import BadInput, Corrupted
+from infra.manifest import MANIFEST
 from infra.run import Run
 from infra.store import Store
 
@@ -24,7 +30,8 @@ _log = logging.getLogger(__name__)
 _PINS = "pins"
 LEASE_S = 900.0
 """Seconds that a pin of `holding` outlives its last renewal: what a killed process held is kept no longer."""
-_FOLDER = re.compile(r"\d+/policy-[^/]+(?=/)")
+_HELD = "held-"
+_FOLDER = re.compile(r"(\d+/policy-[^/]+)/([^/]+)")
 
 
 class Pin(Config):
@@ -36,11 +43,25 @@ class Pin(Config):
     """When the pin ends (seconds since the epoch); None: with `unpin`."""
 
 
-def pin(run: Run, name: str, uri: str, seconds: float | None = None) -> None:
+def pin(run: Run, name: str, uri: str, seconds: float | None = None) -> ArtifactRef | None:
     """Keep the version at `uri`, for some seconds or (None) as long as the pin `name` names it; another version may be
-    given to it later."""
+    given to it later.
+
+    Returns the version, which stays now and can be read; None when it is not there (any more): then it stays when
+    somebody makes it. A collection that goes on meanwhile changes nothing of this.
+    """
     until = None if seconds is None else time.time() + seconds
     run.write_json(f"{_PINS}/{name}.json", Pin(uri=uri, until=until).model_dump())
+    while (ref := _find(uri)) is not None:
+        lineage, lost = _lineage(ref)
+        if lost is None:
+            if all(map(tombstones.touch, lineage)):
+                return ref
+        elif _find(lost.uri) == lost:
+            policy.describe(lost)  # raises what is wrong with it
+        else:
+            tombstones.bury_artifact(ref)  # nobody can read it: who makes it again must not find it
+    return None
 
 
 def unpin(run: Run, name: str) -> None:
@@ -49,13 +70,10 @@ def unpin(run: Run, name: str) -> None:
 
 
 @contextmanager
-def holding(run: Run, uri: str) -> Iterator[None]:
-    """A pin while the block runs, renewed from a thread; should the process die, it ends after LEASE_S.
-
-    To hold a version, pin it first, then look whether it is there: a collection that goes on meanwhile may have read the
-    pins just before.
-    """
-    name, ended = f"held-{uuid.uuid4().hex[:16]}", threading.Event()
+def holding(run: Run, uri: str) -> Iterator[ArtifactRef | None]:
+    """A pin while the block runs, and what `pin` returns; renewed from a thread. Should the process die, it ends after
+    LEASE_S."""
+    name, ended = f"{_HELD}{uuid.uuid4().hex[:16]}", threading.Event()
 
     def renew() -> None:
         while not ended.wait(LEASE_S / 4):
@@ -64,11 +82,11 @@ def holding(run: Run, uri: str) -> Iterator[None]:
             except Exception as fault:
                 _log.warning("the pin of %s could not be renewed: %s", uri, fault)
 
-    pin(run, name, uri, LEASE_S)
+    found = pin(run, name, uri, LEASE_S)
     thread = threading.Thread(target=renew, name="pin", daemon=True)
     thread.start()
     try:
-        yield
+        yield found
     finally:
         ended.set()
         thread.join()
@@ -79,7 +97,8 @@ def holding(run: Run, uri: str) -> Iterator[None]:
 
 
 def pinned(run: Run) -> set[str]:
-    """Where the versions lie that pins name. Pins that have ended are deleted."""
+    """Where the versions lie that pins name. Those of `holding` that have ended are deleted; of another name, somebody may
+    just be pinning anew."""
     folder = Store.at(run.store) / f"runs/{run.name}/{_PINS}"
     uris = set[str]()
     for key in [key for key in folder.keys() if key.endswith(".json")]:
@@ -87,7 +106,7 @@ def pinned(run: Run) -> set[str]:
             found = Pin.model_validate_json(folder.read(key))
             if found.until is None or found.until > time.time():
                 uris.add(found.uri)
-            else:
+            elif key.startswith(_HELD):
                 folder.delete(key)
     return uris
 
@@ -95,22 +114,29 @@ def pinned(run: Run) -> set[str]:
 def drop_old_versions(run: Run, head: ArtifactRef, keep: int) -> list[str]:
     """Delete the versions of a run that nothing kept needs; returns their keys. The `keep` last up to `head` are kept.
 
-    A manifest goes first: no manifest, no artifact. What a lagging list does not show yet, or a crash leaves, with or
-    without a manifest, a later call finds. An upload that is going on is not touched: the trainer's are of versions above
-    the oldest that is kept, and who makes an older one again pins it first.
+    A tombstone of some bytes is left of each. What a lagging list does not show yet, or a crash leaves, with or without
+    a manifest, a later call finds. Who is uploading such a version, cut off from the store long ago, is told when it
+    comes to its manifest (Transient); who makes one again pins it first.
     """
     recent = _last(head, keep)
-    needed = {ref.uri for root in recent for ref in _lineage(root)}
+    needed = {ref.uri for root in recent for ref in _lineage(root)[0]}
     oldest = min(policy.describe(ref).version for ref in recent)
     steps = Store.at(run.store) / f"runs/{run.name}/steps"
-    folders = {found[0] for key in steps.keys() if (found := _FOLDER.match(key))}
+    folders = defaultdict[str, set[str]](set)
+    for key in steps.keys():  # before any state is read: what is deleted must not be of a later life
+        if found := _FOLDER.match(key):
+            folders[found[1]].add(found[2])
     dropped = []
-    for folder in sorted(folders):
+    for folder, names in sorted(folders.items(), reverse=True):  # no version stays whose parents go
         uri, number = steps.uri(folder), int(folder.partition("/")[0])
-        if not 0 < number < oldest or uri in needed or uri in _held(run):  # pins asked each time: others pin meanwhile
+        if not 0 < number < oldest or uri in needed or names == {MANIFEST}:
             continue
-        steps.delete(f"{folder}/manifest.json")
-        steps.delete(folder)
+        before = tombstones.state(steps / folder)
+        needed |= _held(run)  # asked each time, after the state: others pin meanwhile
+        if uri in needed or not tombstones.bury(steps / folder, before):
+            continue
+        for name in names - {MANIFEST}:
+            steps.delete(f"{folder}/{name}")
         dropped.append(folder)
     return dropped
 
@@ -119,37 +145,42 @@ def _held(run: Run) -> set[str]:
     """Where the versions lie that pins keep: those that they name, and what these are made of."""
     uris = pinned(run)
     for uri in list(uris):
-        parent, _, leaf = uri.rpartition("/")
-        if (ref := Store.at(parent).find(leaf)) is not None:
-            uris |= {at.uri for at in _lineage(ref)}
+        if (ref := _find(uri)) is not None:
+            uris |= {at.uri for at in _lineage(ref)[0]}
     return uris
+
+
+def _find(uri: str) -> ArtifactRef | None:
+    parent, _, leaf = uri.rpartition("/")
+    return Store.at(parent).find(leaf)
 
 
 def _last(head: ArtifactRef, count: int) -> list[ArtifactRef]:
     """`head` and its parents, at most `count`."""
     versions = [head]
     while len(versions) < count and (parent := policy.describe(versions[-1]).parent) is not None:
-        if not _is_there(parent):
+        if _described(parent) is None:
             break
         versions.append(parent)
     return versions
 
 
-def _lineage(ref: ArtifactRef) -> list[ArtifactRef]:
-    """The versions that reading `ref` may need: itself and its parents, back to one that holds all tensors."""
+def _lineage(ref: ArtifactRef) -> tuple[list[ArtifactRef], ArtifactRef | None]:
+    """The versions that reading `ref` may need, itself and its parents, back to one that holds all tensors; and the first
+    that is not in the store, None when all are."""
     lineage: list[ArtifactRef] = []
     at: ArtifactRef | None = ref
-    while at is not None and _is_there(at):
+    while at is not None:
+        if (what := _described(at)) is None:
+            return lineage, at
         lineage.append(at)
-        what = policy.describe(at)
         at = None if what.is_full else what.parent
-    return lineage
+    return lineage, None
 
 
-def _is_there(ref: ArtifactRef) -> bool:
-    """Whether the version is in the store; not if it was collected, even if another was put in its place since."""
+def _described(ref: ArtifactRef) -> policy.PolicyVersion | None:
+    """What the version is; None when it was collected, even if another was put in its place since."""
     try:
-        policy.describe(ref)
+        return policy.describe(ref)
     except (BadInput, Corrupted):
-        return False
-    return True
+        return None

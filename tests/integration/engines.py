@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from infra import records
 from infra.artifacts import ArtifactRef
+from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
 from infra.run import Run
+from infra.tensors import checkpoint_shapes
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tasks.sync.config import SyncConfig
@@ -66,9 +68,9 @@ class Pair:
         self.engine.close()
 
 
-def publish_versions(make: Maker, root: Path) -> tuple[Path, Path, list[ArtifactRef]]:
+def publish_versions(make: Maker, root: Path, mxfp8: Mxfp8Config | None = None) -> tuple[Path, Path, list[ArtifactRef]]:
     """Versions 0 to 4 of a model with small steps between them, bf16 but for the routers, and the model folders of the
-    first and the last."""
+    first and the last. With `mxfp8` versions hold elements and scales; the folders never do."""
     folder = make(root / "model", 0)
     tensors = {
         name: tensor if name.endswith("mlp.gate.weight") else tensor.bfloat16()
@@ -76,12 +78,14 @@ def publish_versions(make: Maker, root: Path) -> tuple[Path, Path, list[Artifact
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     trainer, run = TensorTrainer(tensors), Run(store=f"file://{root}/store", name="r")
+    quantised = quantized_names(checkpoint_shapes(folder), mxfp8) if mxfp8 else []
     refs: list[ArtifactRef] = []
     for number in range(5):
         if number:
             generator = torch.Generator().manual_seed(number)
             for tensor in tensors.values():
                 tensor.copy_(tensor.float() + 1e-3 * torch.randn(tensor.shape, generator=generator))
+        trainer.tensors = dict(quantize_tensors(tensors.items(), quantised))
         stage, parent = run.stage("policy", number, []), refs[-1] if refs else None
         refs.append(publish(trainer, stage, SyncConfig(anchor_every=10), parent))
     last = shutil.copytree(folder, root / "last")

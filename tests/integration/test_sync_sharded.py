@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
-from infra import policy
+from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
 from infra.follow import follow
+from infra.mxfp8 import Mxfp8Config
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tests.integration import tiny_models
@@ -46,9 +47,9 @@ _closed: list[RolloutEngine] = []
 
 
 @contextmanager
-def started(folder: Path, config: RolloutConfig) -> Iterator[RolloutEngine]:
+def started(folder: Path, config: RolloutConfig, mxfp8: Mxfp8Config | None = None) -> Iterator[RolloutEngine]:
     """One at a time: workers that are forked beside another engine's hold its pipes open."""
-    engine = RolloutEngine(str(folder), config)
+    engine = RolloutEngine(str(folder), config, mxfp8=mxfp8)
     try:
         yield engine
     finally:
@@ -157,6 +158,36 @@ def test_experts_that_are_dealt_out_get_their_changes(tmp_path: Path) -> None:
         assert_holds(engine, refs[-1])
         held = engine._llm.collective_rpc(held_experts)
         assert held == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+@pytest.mark.usefixtures("two_ranks_fit")
+def test_an_engine_in_mxfp8_over_two_workers_follows_by_what_changed(tmp_path: Path) -> None:
+    """Loaded whole from its mirror: once, however many versions it goes over; in all workers or in none."""
+    mxfp8, config = Mxfp8Config(emulation=True), configured(tensor_parallel_size=2, dtype="float32")
+    wide_enough: Maker = lambda folder, seed: tiny_models.dense(folder, seed, intermediate_size=128)  # noqa: E731
+    folder, last, refs = publish_versions(wide_enough, tmp_path, mxfp8)
+    with started(last, config, mxfp8) as fresh:
+        expected = fresh.token_logprobs(PROBE)
+    with started(folder, config, mxfp8) as engine:
+        own = engine.token_logprobs(PROBE)
+        follow(engine, refs[0])
+        assert engine.token_logprobs(PROBE) == own != expected
+        loads = mock.Mock(wraps=engine._sink._sink.commit)
+        with (
+            mock.patch.object(policy_read, "read", side_effect=AssertionError("only changes are read")),
+            mock.patch.object(engine._sink._sink, "commit", loads),
+        ):
+            follow(engine, refs[1])
+            before = engine.token_logprobs(PROBE)
+            engine._llm.collective_rpc(break_loading, args=(1,))
+            with pytest.raises(RuntimeError, match="in the middle of loading, in worker 1"):
+                follow(engine, refs[-1])
+            engine._llm.collective_rpc(mend)
+            assert engine.version == policy.describe(refs[1]).policy_digest
+            assert engine.token_logprobs(PROBE) == before != own
+            follow(engine, refs[-1])
+        assert loads.call_count == 3
+        assert engine.token_logprobs(PROBE) == expected
 
 
 def held_experts(worker: Any) -> set[int]:

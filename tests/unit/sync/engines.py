@@ -58,6 +58,8 @@ class TensorEngine:
     """Holds a policy as the rollout engine does: in slots, in `dtype` (None: each tensor's own), patched in place. An
     adapter's tensors too, for want of a kernel that would hold them."""
 
+    loads_whole = False
+
     def __init__(self, like: dict[str, torch.Tensor], dtype: torch.dtype | None = None):
         self.version: str | None = None
         self.prefetched: Prefetch | None = None

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra import policy
+from infra import policy, tombstones
 from infra.codec.layout import words
 from infra.follow import follow
 from infra.run import Head, Run, Stage
@@ -118,16 +118,21 @@ class World:
             assert held is not None and np.array_equal(held, words(tensor)), name
 
     def check_collected(self) -> None:
-        """After a collection of which nothing dies, nothing is left but version 0, the last ones and what they are made of."""
+        """After a collection of which nothing dies, but tombstones only version 0, the last ones and what they are made of are left."""
         assert self.head is not None
         retention.drop_old_versions(self.run, self.head.policy, self.config.keep_versions)
         first, each = max(0, self.head.step + 1 - self.config.keep_versions), self.config.anchor_every
         if self.config.form == "auto" and self.trainer.config is None:
             first = first // each * each
-        keys = (Store.at(self.run.store) / "runs/r/steps").keys()
-        folders = {tuple(key.split("/")[:2]) for key in keys}
+        steps = Store.at(self.run.store) / "runs/r/steps"
+        folders = {tuple(key.split("/")[:2]) for key in steps.keys() if not is_tombstone(steps, key)}
         numbers = sorted(int(number) for number, _ in folders)
         assert numbers == sorted({0, *range(first, self.head.step + 1)})
+
+
+def is_tombstone(store: Store, key: str) -> bool:
+    folder, _, name = key.rpartition("/")
+    return name == "manifest.json" and tombstones.find(store / folder) is not None
 
 
 FAULTS = st.one_of(

@@ -3,17 +3,21 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
-from infra.errors import Corrupted
-from infra.follow import follow, prefetch
+from infra.errors import Corrupted, Transient
+from infra.follow import Prefetch, follow, prefetch
 from infra.run import Run
 from infra.store import Store
+from tasks.rollout.mirrored import MirroredSink
+from tasks.rollout.patches import Patch
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
 from tasks.sync.retention import drop_old_versions
@@ -166,6 +170,24 @@ def test_a_version_that_was_collected_and_made_again_closes_no_way(chain: Chain)
     assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[7]
 
 
+@pytest.mark.parametrize("before", ["infra.policy_read.changes", "infra.artifacts.Artifact.buffer"])
+def test_an_engine_whose_way_is_collected_while_it_reads_gets_the_version_whole(chain: Chain, before: str) -> None:
+    engine = TensorEngine(tensors())
+    follow(engine, chain.publish(3))
+    chain.publish(3)
+    assert [what.version for _, what in policy_read.chain(chain.refs[5], chain.digests[2])] == [3, 4, 5]
+    act, dropped = resolve_name(before), list[str]()
+
+    def collecting(*arguments: Any, **named: Any) -> Any:
+        dropped.extend(drop_old_versions(chain.run, chain.refs[5], keep=1))
+        return act(*arguments, **named)
+
+    with mock.patch(before, collecting):
+        follow(engine, chain.refs[5])
+    assert len(dropped) == 3 and engine.whole == 2
+    assert engine.version == held(engine, chain.trainer.tensors) == chain.digests[5]
+
+
 def test_a_trainer_that_lost_its_mirror_publishes_the_same_version(chain: Chain, tmp_path: Path) -> None:
     other = Chain(tmp_path / "other")
     chain.publish(4)
@@ -249,3 +271,83 @@ def test_what_was_prepared_for_another_version_is_not_used(chain: Chain) -> None
     prefetch(engine, chain.refs[2])
     follow(engine, chain.refs[2])
     assert engine.version == chain.digests[2]
+
+
+class LoadingEngine:
+    """As a quantised engine: it takes whole policies only, and the version is kept in a mirror."""
+
+    loads_whole = True
+
+    def __init__(self, like: dict[str, torch.Tensor]):
+        self.loader: Any = TensorEngine(like)
+        self.version: str | None = None
+        self.prefetched: Prefetch | None = None
+        self.sink = MirroredSink(self.loader, iter)
+        self.words, self.prepare = self.sink.words, self.sink.prepare
+        self.prepare_whole, self.prepare_adapter = self.sink.prepare_whole, self.loader.prepare_adapter
+
+    def commit(self, update: Any, version: str) -> None:
+        self.sink.commit(update, version)
+        self.version = version
+
+    def check(self, digest: str) -> None:
+        """Its own weights and the mirror's are those of the version that it says it holds."""
+        mirror = self.sink.mirror
+        assert mirror is not None and self.version == digest
+        for tensors in (self.loader.memory, {name: mirror.tensor(name) for name in mirror.names}):
+            assert policy.digest_tensors(tensors.items()) == digest
+
+
+@pytest.fixture
+def loading(chain: Chain) -> LoadingEngine:
+    """At version 0, with versions 1 to 4 to come."""
+    engine = LoadingEngine(tensors())
+    follow(engine, chain.publish())
+    chain.publish(3)
+    return engine
+
+
+def test_an_engine_that_loads_whole_policies_goes_over_several_versions_by_one_load(
+    chain: Chain, loading: LoadingEngine
+) -> None:
+    with mock.patch.object(policy_read, "read", side_effect=AssertionError("only changes are read")):
+        follow(loading, chain.refs[3])
+        loading.check(chain.digests[3])
+        assert loading.loader.whole == 2
+        chain.publish(2)
+        prefetch(loading, chain.refs[5])
+        follow(loading, chain.refs[5])
+    loading.check(chain.digests[5])
+    assert loading.loader.whole == 3
+
+
+def test_a_load_over_several_versions_that_fails_leaves_the_old_one_and_its_mirror(
+    chain: Chain, loading: LoadingEngine
+) -> None:
+    for at in range(3):  # the norm stays as it is
+        left, write = [at], Patch.write
+
+        def breaking(patch: Patch, values: torch.Tensor, left: list[int] = left, write: Any = write) -> None:
+            write(patch, values)
+            left[0] -= 1
+            if left[0] == -1:
+                raise RuntimeError("in the middle of a load")
+
+        with mock.patch.object(Patch, "write", breaking), pytest.raises(RuntimeError, match="middle"):
+            follow(loading, chain.refs[3])
+        loading.check(chain.digests[0])
+    with (
+        mock.patch.object(Store, "buffer", side_effect=Transient("the store is gone")),
+        pytest.raises(Transient),
+    ):
+        follow(loading, chain.refs[3])
+    loading.check(chain.digests[0])
+    follow(loading, chain.refs[3])
+    loading.check(chain.digests[3])
+
+
+def test_a_mirror_that_was_disturbed_gets_the_version_from_the_store(chain: Chain, loading: LoadingEngine) -> None:
+    assert loading.sink.mirror is not None
+    loading.sink.mirror.tensor("embed")[3, 5] += 1
+    follow(loading, chain.refs[3])
+    loading.check(chain.digests[3])

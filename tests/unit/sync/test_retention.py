@@ -22,7 +22,8 @@ from tests.unit.sync.test_follow import CONFIG, Chain, tensors
 
 def left(chain: Chain) -> list[int]:
     def exists(ref: ArtifactRef) -> bool:
-        return Store.at(ref.uri).size("manifest.json") is not None
+        parent, _, leaf = ref.uri.rpartition("/")
+        return Store.at(parent).find(leaf) is not None
 
     return [number for number, ref in enumerate(chain.refs) if exists(ref)]
 
@@ -96,13 +97,12 @@ def test_what_is_held_for_long_is_held_on(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_later_collection_removes_what_one_that_died_has_left(tmp_path: Path) -> None:
     chain = Chain(tmp_path, SyncConfig(anchor_every=3))
     chain.publish(7)
-    delete, died = Store.delete, RuntimeError("died")
     with (
-        mock.patch.object(Store, "delete", lambda s, key: delete(s, key) if "manifest" in key else raise_(died)),
+        mock.patch.object(Store, "delete", side_effect=RuntimeError("died")),
         pytest.raises(RuntimeError, match="died"),
     ):
         drop_old_versions(chain.run, chain.refs[6], keep=1)
-    assert left(chain) == [0, 2, 3, 4, 5, 6]
+    assert left(chain) == [0, 1, 2, 3, 4, 6], "the newest first: what can be seen can be read"
     drop_old_versions(chain.run, chain.refs[6], keep=1)
     assert steps_of(chain) == {0, 6}
 
@@ -135,9 +135,6 @@ def test_an_upload_of_an_old_version_that_goes_on_is_not_touched(
 
 
 def steps_of(chain: Chain) -> set[int]:
-    """Numbers of the versions of which anything lies in the store."""
-    return {int(key.split("/")[0]) for key in (Store.at(chain.run.store) / "runs/r/steps").keys()}
-
-
-def raise_(fault: Exception) -> None:
-    raise fault
+    """Numbers of the versions of which anything but a tombstone lies in the store."""
+    keys = [key.split("/") for key in (Store.at(chain.run.store) / "runs/r/steps").keys()]
+    return {int(key[0]) for key in keys if key[2] != "manifest.json"}
