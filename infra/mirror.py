@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from infra.codec.layout import words
+from infra.errors import BadInput
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactRef
@@ -25,7 +26,8 @@ class Mirror:
     """The tensors of one version, by name, writable. Tensors may not be added."""
 
     def __init__(self, metas: Mapping[str, tuple[torch.dtype, list[int]]], folder: str | None = None):
-        """`metas`: {name: (dtype, shape)}; the content is zeros. The file lies in `folder`, None: TMPDIR's."""
+        """`metas`: {name: (dtype, shape)}; the content is zeros. The file lies in `folder`, None: TMPDIR's; BadInput when
+        there is no room."""
         self.ref: ArtifactRef | None = None
         """The version that this is; None while it is being changed, and whenever it is not whole."""
         self._places: dict[str, tuple[int, torch.dtype, list[int]]] = {}
@@ -34,7 +36,13 @@ class Mirror:
             self._places[name] = (size, dtype, list(shape))
             size += -(-int(np.prod(shape)) * dtype.itemsize // _ALIGN) * _ALIGN
         with tempfile.TemporaryFile(dir=folder, prefix="policyflow-") as file:
-            os.truncate(file.fileno(), max(size, 1))
+            try:  # a write into a map of a file that has no room kills the process
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            except OSError as error:
+                raise BadInput(
+                    f"{folder or tempfile.gettempdir()}: {os.strerror(error.errno)}, for {size / 2**30:.1f} GiB of a policy's "
+                    "weights; let TMPDIR be a folder with more room"
+                ) from error
             self._map = mmap.mmap(file.fileno(), max(size, 1))
 
     def __contains__(self, name: str) -> bool:

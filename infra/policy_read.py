@@ -1,7 +1,7 @@
 """Policy versions are read: from the cheapest chain of a full version and deltas, checked by their digests."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,10 @@ def mirror_of(ref: ArtifactRef, path: Chain | None = None, names: Collection[str
 
     path = chain(ref) if path is None else path
     infos = path[-1][1].tensors
-    read = _read_with(infos if names is None else names, path)
+    read, *needed = _needed(infos if names is None else names, path)
     mirror = Mirror({name: (policy.dtype_of(infos[name]), infos[name].shape) for name in infos if name in read})
     mirror.fill(_read_full(*path[0], read), path[0][0])
-    advance(mirror, path[1:], read)
+    advance(mirror, path[1:], needed)
     for name in infos if names is None else names:
         before, now = path[0][1].tensors[name].digest, infos[name].digest
         if now != before and policy.tensor_digest(mirror.tensor(name)) != now:
@@ -98,24 +98,27 @@ def mirror_of(ref: ArtifactRef, path: Chain | None = None, names: Collection[str
     return some
 
 
-def advance(mirror: "Mirror", path: Chain, names: Container[str] | None = None) -> None:
-    """Take a mirror, of the parent of the first of some deltas, to the last. The result is not checked. `names`: see
-    `changes`."""
-    for at, what in path:
+def advance(mirror: "Mirror", path: Chain, needed: Sequence[Container[str]] | None = None) -> None:
+    """Take a mirror, of the parent of the first of some deltas, to the last. The result is not checked. `needed`: for each,
+    the tensors that have to be those of the version afterwards, as `_needed` says; None: all."""
+    for (at, what), names in zip(path, needed or [None] * len(path), strict=True):
         mirror.ref = None
         for name, found in changes(at, what, mirror.words, names):
             mirror.words(name)[found.positions] = found.values
         mirror.ref = at
 
 
-def _read_with(names: Collection[str], path: Chain) -> set[str]:
-    """The tensors to be read for some of them: those that were coded in one frame are decoded together."""
-    read = set(names)
+def _needed(names: Collection[str], path: Chain) -> list[set[str]]:
+    """For each version of the path the tensors that must be read, or made, for some of the last one: those that were coded in
+    one frame are decoded together, all from what they are in the version before."""
+    needed = [set(names)]
     for _, what in reversed(path[1:]):
+        before = set(needed[0])
         for entry in what.frames or []:
-            if not read.isdisjoint(entry.tensors):
-                read |= set(entry.tensors)
-    return read
+            if not needed[0].isdisjoint(entry.tensors):
+                before |= set(entry.tensors)
+        needed.insert(0, before)
+    return needed
 
 
 def changes(
@@ -125,7 +128,7 @@ def changes(
     names: Container[str] | None = None,
 ) -> "Iterator[tuple[str, Changes]]":
     """(name, what changes) of a delta version's tensors. `old(name)`: the parent's words, flat (infra/codec/layout.py).
-    `names`: leave out frames in which there are others.
+    `names`: leave out frames in which there is none of these.
 
     Frames are decoded in threads, which call `old`; a few frames' tensors and one file of coded changes are in memory at
     a time. Raises Corrupted.
@@ -134,7 +137,7 @@ def changes(
     from infra.codec.layout import layout_of
 
     artifact = open_artifact(ref)
-    frames = [entry for entry in what.frames or [] if names is None or all(name in names for name in entry.tensors)]
+    frames = [entry for entry in what.frames or [] if names is None or any(name in names for name in entry.tensors)]
 
     def decode(entry: policy.Frame, data: memoryview) -> "list[Changes]":
         layout = layout_of(policy.dtype_of(what.tensors[entry.tensors[0]]))

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -217,6 +218,29 @@ def test_the_processes_of_a_trainer_each_write_their_share(chain: Chain, tmp_pat
         assert len(files - {None}) >= (2 if number else 1), "no process writes all"
     assert engine.whole == 1
     assert policy.digest_tensors(policy_read.read(other.refs[6])) == chain.digests[6]
+
+
+def test_a_share_is_read_through_frames_in_which_other_tensors_come_and_go(chain: Chain) -> None:
+    """`small` comes with `large` in version 1, is left out with `other` in 2, and changes again in 3: what it is there is not
+    to be made of what it was in 1."""
+    trainer = chain.trainer
+    sizes = {"large": 4000, "small": 1000, "other": 1000, "third": 1000}
+    trainer.tensors = {name: torch.zeros(size).bfloat16() for name, size in sizes.items()}
+    chain.publish()
+    for number, names in enumerate([["large", "small", "third"], ["small", "other"], ["small", "third"]], 1):
+        for name in names:
+            trainer.tensors[name].copy_(torch.randn(sizes[name], generator=torch.Generator().manual_seed(number)))
+        stage = chain.run.stage("policy", number, [])
+        chain.refs.append(publish(trainer, stage, SyncConfig(anchor_every=9), chain.refs[-1]))
+    assert [what.version for _, what in policy_read.chain(chain.refs[3])] == [0, 1, 2, 3]
+    for names in (set(names) for count in range(5) for names in combinations(sizes, count)):
+        mirror = policy_read.mirror_of(chain.refs[3], names=names)
+        assert set(mirror.names) == names
+        assert all(torch.equal(mirror.tensor(name), trainer.tensors[name]) for name in names)
+    trainer.become(2)
+    trainer.tensors["large"] += 1
+    ref = publish(trainer, chain.run.stage("policy", 4, []), CONFIG, chain.refs[3])
+    assert policy.describe(ref).policy_digest == policy.digest_tensors(trainer.export())
 
 
 def test_a_version_is_published_once(chain: Chain) -> None:
