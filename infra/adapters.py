@@ -88,12 +88,18 @@ def megatron_names(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 
 def check_targets(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """BadInput that names a target which matches nothing in the model of this checkpoint, and what it has."""
+    """BadInput that names a target which matches nothing in the model of this checkpoint, or more than what can have an
+    adapter (norms, whole layers), and what it has."""
     names = megatron_names(shapes)
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
     for target in config.targets:
         if not any(matches(target, name) for name in names):
-            kinds = sorted({name.rpartition(".")[2] for name in names})
-            raise BadInput(f"lora.targets: {target!r} matches no module of the model; it has {', '.join(kinds)}")
+            raise BadInput(f"lora.targets: {target!r} matches no module of the model; it has {kinds}")
+        last = target.rpartition(".")[2]
+        if not (last.startswith("linear_") or last.endswith(tuple(MODULES))):
+            raise BadInput(
+                f"lora.targets: {target!r} matches modules that cannot have an adapter, too; end it in one of {kinds}"
+            )
 
 
 def check_tuned_configs(config: LoraConfig) -> None:

@@ -40,7 +40,7 @@ class Mirror:
                 os.posix_fallocate(file.fileno(), 0, max(size, 1))
             except OSError as error:
                 raise BadInput(
-                    f"{folder or tempfile.gettempdir()}: {os.strerror(error.errno)}, for {size / 2**30:.1f} GiB of a policy's "
+                    f"{folder or tempfile.gettempdir()}: {error.strerror}, for {size / 2**30:.1f} GiB of a policy's "
                     "weights; let TMPDIR be a folder with more room"
                 ) from error
             self._map = mmap.mmap(file.fileno(), max(size, 1))

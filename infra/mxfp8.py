@@ -117,8 +117,9 @@ def _check(size: int) -> None:
 def quantized_names(shapes: Mapping[str, tuple[int, ...]], config: Mxfp8Config) -> list[str]:
     """The checkpoint's tensors that MXFP8 holds quantised: all matrices but those of `high_precision`.
 
-    BadInput when a dimension of one is not divisible by 32 (both are contracted: forward, and backward), when patterns
-    part what is held as one matrix, when one matches nothing, or when nothing is left to quantise.
+    BadInput when a dimension of one is not divisible by 32 (both are contracted: forward, and backward), when one is an
+    embedding, a head or a router, when patterns part what is held as one matrix, when one matches nothing, or when nothing is
+    left to quantise.
     """
     modules = {name.removesuffix(".weight"): name for name, shape in shapes.items() if name.endswith(".weight")}
     for pattern in config.high_precision:
@@ -133,6 +134,13 @@ def quantized_names(shapes: Mapping[str, tuple[int, ...]], config: Mxfp8Config) 
     if not names:
         raise BadInput("mxfp8.high_precision: it matches every matrix, nothing is left to quantise")
     for name in names:
+        module = name.removesuffix(".weight")
+        for pattern in Mxfp8Config.model_fields["high_precision"].default:
+            if _matches(module, pattern):
+                raise BadInput(
+                    f"mxfp8.high_precision: it replaces the default, and {module} is none of the linear layers and experts that "
+                    f'can be in MXFP8; add "{pattern}"'
+                )
         if any(size % BLOCK for size in shapes[name]):
             raise BadInput(
                 f"precision mxfp8: {name} is {list(shapes[name])}, and both dimensions must be divisible by {BLOCK}; "

@@ -123,7 +123,7 @@ def decode(frame: Buffer, old: Sequence[np.ndarray], layout: Layout) -> list[Cha
     if view[0] != FORMAT:
         raise Corrupted(f"a frame of weight changes is of kind {view[0]}, which this code does not read")
     try:
-        return _Decoder(view, layout).run(old)
+        return _Decoder(view, layout, sum(len(words) for words in old)).run(old)
     except (struct.error, ValueError, IndexError) as error:
         raise Corrupted(f"a frame of weight changes does not fit its parent: {error}") from error
 
@@ -227,7 +227,7 @@ def _planes(values: np.ndarray) -> np.ndarray:
 
 
 class _Decoder:
-    def __init__(self, view: memoryview, layout: Layout):
+    def __init__(self, view: memoryview, layout: Layout, words: int):
         self.layout = layout
         _, packed, bodies, segments, entries, streams = struct.unpack_from(_HEADER, view)
         at = struct.calcsize(_HEADER)
@@ -244,6 +244,8 @@ class _Decoder:
         keys = self._take(np.uint8, 2 * streams).reshape(-1, 2).tolist()
         sizes = self._take_planes(np.uint32, 2 * streams).reshape(-1, 2).tolist()
         shares = self._take_planes(np.uint16, 256 * streams).reshape(-1, 256)
+        if sum(count for count, _ in sizes) > 2 * words:  # tokens of one value take no room in a stream
+            raise ValueError("there are more tokens than words")
         self.streams = defaultdict(lambda: frozen(np.empty(0, np.uint8)))
         for (kind, stream), (count, size), table in zip(keys, sizes, shares, strict=True):
             self.streams[kind, stream] = frozen(rans.decode(view[at : at + size], table[None], count))

@@ -21,5 +21,5 @@ def unpack(data: memoryview) -> bytes:
         _kept.decompressor = zstandard.ZstdDecompressor()
     try:
         return _kept.decompressor.decompress(data)
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
+    except (zstandard.ZstdError, MemoryError) as error:  # it may say any size
+        raise ValueError(str(error) or "a packed part is damaged") from error

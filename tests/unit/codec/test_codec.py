@@ -1,5 +1,7 @@
 """The codec of weight changes: lossless for every dtype and every pattern of bits, small where updates are, fast."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from infra.codec import frame, rans
 from infra.codec.layout import _LAYOUTS, layout_of, words
+from infra.codec.packing import pack, unpack
 from infra.errors import Corrupted
 
 DTYPES = sorted(_LAYOUTS, key=str)
@@ -183,6 +186,26 @@ def test_a_damaged_frame_or_another_parent_is_found_or_harmless(lr: float) -> No
         frame.decode(data[: len(data) // 2], olds, layout)
     with pytest.raises(Corrupted):
         frame.decode(data, [words(old)[:100]], layout)
+
+
+def test_sizes_that_a_damaged_frame_says_cost_no_memory() -> None:
+    """Tokens of one value take no room in a stream, and zstd believes any size."""
+    old = torch.ones(3000).bfloat16()
+    new = old.clone()
+    words(new)[99::100] += 1
+    data = frame.encode([words(old)], [words(new)], layout_of(torch.bfloat16))
+    kind, packed, bodies, segments, entries, streams = struct.unpack_from(frame._HEADER, data)
+    begin = struct.calcsize(frame._HEADER)
+    head = bytearray(unpack(memoryview(data)[begin : begin + packed]))
+    head[7 * segments + 6 * entries + 2 * streams + 3 * 2 * streams] = (
+        0x80  # of the first stream's tokens the highest byte
+    )
+    many = pack(bytes(head), level=9)
+    vast = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62) + bytes(3)
+    for wrong in (many, vast):
+        sizes = struct.pack(frame._HEADER, kind, len(wrong), bodies, segments, entries, streams)
+        with pytest.raises(Corrupted):
+            frame.decode(sizes + wrong + data[begin + packed :], [words(old)], layout_of(torch.bfloat16))
 
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(1, 255))

@@ -89,6 +89,12 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
         ("dense", ["policy=lora", "lora.targets=[linear_gate]"], "lora.targets: 'linear_gate' matches no module"),
         ("dense", ["policy=lora", "lora.targets=['*.layers.7.*']"], "lora.targets: '*.layers.7.*' matches no module"),
         ("dense", ["policy=lora", "lora.targets=['*.experts.*']"], "lora.targets: '*.experts.*' matches no module"),
+        (
+            "dense", ["policy=lora", "lora.targets=['*.layers.1.*']"],
+            "lora.targets: '*.layers.1.*' matches modules that cannot have an adapter, too; end it in one of linear_fc1, ",
+        ),
+        ("experts", ["policy=lora", "lora.targets=['*.experts.*']"], "lora.targets: '*.experts.*' matches modules that"),
+        ("dense", ["policy=lora", "lora.targets=['*']"], "lora.targets: '*' matches modules that cannot"),
         # blocks of 32
         (
             "experts", [*MXFP8],
@@ -102,6 +108,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
         ),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*.layers.9.*']"], "'*.layers.9.*' matches no module of the model"),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*']"], "nothing is left to quantise"),
+        (
+            "dense", [*MXFP8, "mxfp8.high_precision=['*.layers.0.*']"],
+            "mxfp8.high_precision: it replaces the default, and model.embed_tokens is none of the linear layers and experts that "
+            'can be in MXFP8; add "*embed_tokens"',
+        ),
         ("dense", [*MXFP8, "mxfp8.sequence_multiple=48"], "mxfp8.sequence_multiple: Input should be a multiple of 32"),
         # devices
         (

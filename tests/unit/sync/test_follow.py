@@ -225,11 +225,13 @@ def test_a_share_is_read_through_frames_in_which_other_tensors_come_and_go(chain
     to be made of what it was in 1."""
     trainer = chain.trainer
     sizes = {"large": 4000, "small": 1000, "other": 1000, "third": 1000}
-    trainer.tensors = {name: torch.zeros(size).bfloat16() for name, size in sizes.items()}
+    generator = torch.Generator().manual_seed(0)
+    trainer.tensors = {name: torch.randn(size, generator=generator).bfloat16() for name, size in sizes.items()}
     chain.publish()
-    for number, names in enumerate([["large", "small", "third"], ["small", "other"], ["small", "third"]], 1):
+    changed = [(["large", "small", "third"], 0.01), (["small", "other"], 10.0), (["small", "third"], 0.01)]
+    for number, (names, lr) in enumerate(changed, 1):
         for name in names:
-            trainer.tensors[name].copy_(torch.randn(sizes[name], generator=torch.Generator().manual_seed(number)))
+            trainer.tensors[name] += lr * torch.randn(sizes[name], generator=generator)
         stage = chain.run.stage("policy", number, [])
         chain.refs.append(publish(trainer, stage, SyncConfig(anchor_every=9), chain.refs[-1]))
     assert [what.version for _, what in policy_read.chain(chain.refs[3])] == [0, 1, 2, 3]
