@@ -173,9 +173,9 @@ def _pair(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> _Pair:
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """CPU seconds of the best of some passes, and the result: two at least (the first meets memory that the process must be
-    given), and of small groups as many as a fifth of a second holds: what else goes on in the host only slows them."""
+    given), and of small groups as many as a tenth of a second holds: what else goes on in the host only slows them."""
     seconds: list[float] = []
-    while len(seconds) < 2 or sum(seconds) < 0.2:
+    while len(seconds) < 2 or sum(seconds) < 0.1:
         started = time.thread_time()
         result = work()
         seconds.append(time.thread_time() - started)
