@@ -79,5 +79,5 @@ lock: | $(UV)  ## resolve again: requirements/uv.txt, cpu.txt, gpu.txt
 	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra cpu --group dev -o requirements/cpu.txt
 	$(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header pyproject.toml --extra gpu --group dev -o requirements/gpu.txt
 
-clean:  ## remove what runs have left (not the environment)
-	rm -rf $(POLICYFLOW_HOME)
+clean:  ## remove what runs have left in outputs/ (not the environment, nor what lies elsewhere)
+	rm -rf "$(CURDIR)/outputs"
