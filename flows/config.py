@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from yaml.composer import ComposerError
 
-from infra.adapters import LoraConfig, check_targets, check_tuned_configs
+from infra.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from infra.config import URL, Config, Name
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
@@ -237,12 +237,7 @@ class TrainConfig(Config):
         if self.trained_lora is not None:
             check_tuned_configs(self.trained_lora)
             check_targets(self.trained_lora, shapes)
-            native = self.used_mxfp8 is not None and self.used_mxfp8.train and not self.used_mxfp8.emulation
-            if native and self.trained_lora.rank % 32 == 16 and any(".experts." in name for name in shapes):
-                raise BadInput(
-                    f"lora.rank {self.trained_lora.rank}: in MXFP8 on GPUs Megatron-Bridge multiplies experts' adapters of ranks "
-                    "divisible by 16 in MXFP8 too, which needs a multiple of 32; take one, or a rank such as 8"
-                )
+            check_rank(self.trained_lora, self.used_mxfp8, shapes)
         if self.used_mxfp8 is not None:
             names = quantized_names(shapes, self.used_mxfp8)
             parallel, engine = self.update.parallel, self.rollout.tensor_parallel_size

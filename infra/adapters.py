@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from infra.config import Config
 from infra.errors import BadInput
+from infra.mxfp8 import Mxfp8Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,6 +101,16 @@ def check_targets(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> 
             raise BadInput(
                 f"lora.targets: {target!r} matches modules that cannot have an adapter, too; end it in one of {kinds}"
             )
+
+
+def check_rank(config: LoraConfig, mxfp8: Mxfp8Config | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """BadInput for a rank that experts' adapters cannot have in MXFP8 on GPUs."""
+    native = mxfp8 is not None and mxfp8.train and not mxfp8.emulation
+    if native and config.rank % 32 == 16 and any(".experts." in name for name in shapes):
+        raise BadInput(
+            f"lora.rank {config.rank}: in MXFP8 on GPUs Megatron-Bridge multiplies experts' adapters of ranks divisible by 16 "
+            "in MXFP8 too, which needs a multiple of 32; take one, or a rank such as 8"
+        )
 
 
 def check_tuned_configs(config: LoraConfig) -> None:

@@ -18,13 +18,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from infra import tombstones
 from infra.errors import BadInput, Corrupted, Transient
-from infra.manifest import MANIFEST, SHARED, ArtifactRef, FileEntry, Manifest, canonical, digest_of, name_digest, place
+from infra.manifest import (
+    MANIFEST,
+    SHARED,
+    ArtifactRef,
+    FileEntry,
+    Manifest,
+    Written,
+    canonical,
+    digest_of,
+    name_digest,
+    place,
+)
 from infra.store import Buffer, Sink, Store, check_key
 
 if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
@@ -34,16 +45,6 @@ if TYPE_CHECKING:  # both are slow to import, and a flow only passes refs
 __all__ = ["Artifact", "ArtifactRef", "ArtifactWriter", "Manifest", "Store", "digest_of", "open_artifact"]
 
 _log = logging.getLogger(__name__)
-
-
-class Written(NamedTuple):
-    """Files of an artifact that is not committed yet; small, to be sent to the process that will commit it."""
-
-    files: list[FileEntry]
-    keys: list[str]
-    """Of shared ones that were not there before, in the artifact's folder of the store."""
-    folder: str = ""
-    """Where they lie there."""
 
 
 class ArtifactWriter:

@@ -6,7 +6,7 @@ algorithm is part of every digest ("blake3:...").
 
 import json
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 from pydantic import BaseModel
@@ -48,6 +48,16 @@ class FileEntry(Frozen):
     """Size."""
     digest: str
     """`blake3:<hex>` of the content."""
+
+
+class Written(NamedTuple):
+    """Files of an artifact that is not committed yet; small, to be sent to the process that will commit it."""
+
+    files: list[FileEntry]
+    keys: list[str]
+    """Of shared ones that were not there before, in the artifact's folder of the store."""
+    folder: str = ""
+    """Where they lie there."""
 
 
 class Manifest(Frozen):

@@ -11,8 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from infra import policy
-from infra.artifacts import ArtifactRef, Store, Written
+from infra.artifacts import ArtifactRef, Store
 from infra.errors import BadInput
+from infra.manifest import Written
 
 if TYPE_CHECKING:
     from torch import Tensor
