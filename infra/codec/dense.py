@@ -7,13 +7,14 @@ through memory and the compiler makes vectors of them; blocks stay in a processo
 """
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 from numba import njit
 
 from infra.codec import rans, scan
 from infra.codec.layout import Layout
-from infra.codec.packing import pack, unpack
+from infra.codec.packing import pack, scratch, unpack
 
 _HEADER = "<IIII"  # changes; far steps; bytes of the packed head, and of the far steps' packed high bytes
 _FAR = 15
@@ -21,10 +22,10 @@ _FAR = 15
 _GROUPS = 4
 _HALF = 1 << 13
 """Elements of half a block."""
+PIECE = 8 * 2 * _HALF
+"""Words that are tokenised while they are in a processor's second cache."""
 _BITS = 10
 """Of probabilities: the tables of all contexts fit into a processor's nearest caches."""
-_STRIDE, _SAMPLED = 4096, 32
-"""Of every so many elements, so many are looked at to find the groups."""
 _ZSTD = -1
 """Level for the tables and the high bytes of far steps: little, or mostly 0. Of their low bytes nothing is to be had."""
 _NIBBLES, _DIGITS = np.uint64(0x1111111111111111), np.uint64(0x0123456789ABCDEF)
@@ -36,35 +37,38 @@ _PLACES = np.array([sorted(range(8), key=lambda k: not bits >> k & 1) for bits i
 
 
 def sample(old: np.ndarray, new: np.ndarray, layout: Layout) -> tuple[np.ndarray, float]:
-    """Of a sample of the words [n > 0]: how many have each exponent and token, int64 [BUCKETS, 16], and which share changed."""
+    """Of words [n > 0]: how many have each exponent and token, int64 [BUCKETS, 16], and which share changed."""
     seen = np.zeros((scan.BUCKETS, _FAR + 1), np.int64)
-    _sample(old, new, layout.sign_word, layout.shift, layout.mask, seen)
+    _count_tokens(old, new, layout.sign_word, layout.shift, layout.mask, seen)
     return seen, 1 - seen[:, 0].sum() / seen.sum()
 
 
-def encode(old: np.ndarray, new: np.ndarray, layout: Layout, seen: np.ndarray) -> bytes:
-    """What makes `new` of `old`, words [n > 0]; `seen` as `sample`'s. May be bigger than `new`."""
+def encode(pieces: Iterator[tuple[np.ndarray, np.ndarray]], size: int, layout: Layout, seen: np.ndarray) -> bytes:
+    """What makes the new of the old words of a row: pieces (old, new) of PIECE words, the last one of fewer, `size` > 0 in
+    all; seen: a sample of theirs. May be bigger than the words."""
     cuts = np.full(_GROUPS - 1, scan.BUCKETS - 1, np.uint8)
     _cut(seen, cuts)
     sign, exponent, edges = _masks(layout, cuts)
-    size = (len(old) + 1) // 2
-    symbols, keys = np.zeros((size + 7) // 8 * 8, np.uint8), np.empty(size, np.uint16)
-    counts = np.zeros((4, _GROUPS**2, 256), np.uint32)
-    _tokenise(old, new, sign, exponent, edges, symbols, keys, counts.reshape(4, -1))
-    counts = counts.sum(0)
+    keys, at = scratch("keys", np.uint16, (size + 1) // 2), 0
+    counts, far = np.zeros((2, _GROUPS**2 * 256), np.uint32), []
+    for old, new in pieces:
+        room = scratch("far", layout.dtype, PIECE)
+        count = _tokenise(old, new, sign, exponent, edges, keys[at : at + PIECE // 2], counts, room)
+        far.append(room[:count].copy())
+        at += PIECE // 2
+    counts = counts.sum(0).reshape(_GROUPS**2, 256)
     pairs = counts.sum(0).reshape(_FAR + 1, _FAR + 1)
-    changed = 2 * size - pairs[0].sum() - pairs[:, 0].sum()  # an odd row's last symbol has a 0 for what is not there
-    far = np.empty(pairs[_FAR].sum() + pairs[:, _FAR].sum(), layout.dtype)
-    _take_far(old, new, sign, symbols.view(np.uint64), far)
+    changed = (
+        2 * len(keys) - pairs[0].sum() - pairs[:, 0].sum()
+    )  # an odd row's last symbol has a 0 for what is not there
     counts[:, 0] += counts.sum(1) == 0  # every context has a table
     tables = np.array([rans.table(row, _BITS) for row in counts])
     stream = rans.encode(keys, tables, _BITS)
     low, high = _planes(tables)
     head = pack(cuts.tobytes() + low + high, _ZSTD)
-    low, *high = _planes(far)
-    high = pack(b"".join(high), _ZSTD)
-    sizes = struct.pack(_HEADER, changed, len(far), len(head), len(high))
-    return b"".join([sizes, head, low, high, stream])
+    low, *high = _planes(np.concatenate(far))
+    rest = pack(b"".join(high), _ZSTD)
+    return b"".join([struct.pack(_HEADER, changed, len(low), len(head), len(rest)), head, low, rest, stream])
 
 
 def decode(view: memoryview, old: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
@@ -81,10 +85,12 @@ def decode(view: memoryview, old: np.ndarray, layout: Layout) -> tuple[np.ndarra
     if changed > len(old):
         raise ValueError("a row has more changes than words")
     sign, exponent, edges = _masks(layout, np.frombuffer(head, np.uint8, _GROUPS - 1))
-    contexts = np.empty((len(old) + 1) // 2, np.uint8)
+    size = (len(old) + 1) // 2
+    contexts = scratch("contexts", np.uint8, size)
     _find_contexts(old, exponent, edges, contexts)
-    symbols = rans.decode(view[at:], tables, len(contexts), contexts, _BITS)
-    symbols.resize((len(contexts) + 7) // 8 * 8, refcheck=False)
+    symbols = scratch("symbols", np.uint8, (size + 7) // 8 * 8)
+    symbols[size:] = 0
+    rans.decode(view[at:], tables, symbols[:size], contexts, _BITS)
     # Eight positions are written at once.
     positions, values = np.empty(changed + 8, np.int32), np.empty(changed, layout.dtype)
     if not _restore(old, symbols, symbols.view(np.uint64), far, sign, _PLACES, _NUMBERS, positions, values):
@@ -113,12 +119,11 @@ def _token(old, new, sign, dtype):
 
 
 @njit(cache=True, nogil=True)
-def _sample(old, new, sign, shift, mask, seen):
-    """Tokens by bucket, of some elements."""
+def _count_tokens(old, new, sign, shift, mask, seen):
+    """Tokens by bucket."""
     dtype = old.dtype.type
-    for begin in range(0, len(old), _STRIDE):
-        for i in range(begin, min(begin + _SAMPLED, len(old))):
-            seen[(np.int64(old[i]) >> shift) & mask, _token(old[i], new[i], sign, dtype)] += 1
+    for i in range(len(old)):
+        seen[(np.int64(old[i]) >> shift) & mask, _token(old[i], new[i], sign, dtype)] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -192,29 +197,32 @@ def _join_block(symbols, contexts, keys):
 
 @njit(cache=True, nogil=True)
 def _count_block(keys, counts):
-    """counts: uint32 [4, contexts * 256], added to: four sets in turn, so that what recurs need not wait for itself."""
-    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
-    whole = len(keys) // 4 * 4
-    for i in range(0, whole, 4):
-        first[keys[_INDEX(i)]] += 1
-        second[keys[_INDEX(i + 1)]] += 1
-        third[keys[_INDEX(i + 2)]] += 1
-        fourth[keys[_INDEX(i + 3)]] += 1
-    for i in range(whole, len(keys)):
-        first[keys[i]] += 1
+    """counts: uint32 [2, contexts * 256], added to: two sets in turn, so that what recurs need not wait for itself; more
+    would not fit into a processor's nearest cache."""
+    first, second = counts[0], counts[1]
+    for i in range(len(keys) // 2):
+        first[keys[_INDEX(2 * i)]] += 1
+        second[keys[_INDEX(2 * i + 1)]] += 1
+    if len(keys) % 2:
+        first[keys[-1]] += 1
 
 
 @njit(cache=True, nogil=True)
-def _tokenise(old, new, sign, exponent, edges, symbols, keys, counts):
-    """Fill symbols, and keys (symbol | context << 8), of which there are counts as `_count_block` says."""
-    contexts = np.empty(_HALF, np.uint8)
-    for at in range(0, len(keys), _HALF):
-        end = min(at + _HALF, len(keys))
-        words = slice(2 * at, min(2 * end, len(old)))
-        _tokenise_block(old[words], new[words], sign, symbols[at:end])
-        _contexts_block(old[words], exponent, edges, contexts[: end - at])
-        _join_block(symbols[at:end], contexts, keys[at:end])
-        _count_block(keys[at:end], counts)
+def _tokenise(old, new, sign, exponent, edges, keys, counts, far):
+    """Fill keys (symbol | context << 8), of which there are counts as `_count_block` says, and far; returns how many are."""
+    contexts, symbols = np.empty(_HALF, np.uint8), np.empty(_HALF, np.uint8)
+    found = 0
+    for at in range(0, len(old), 2 * _HALF):
+        olds, news = old[at : at + 2 * _HALF], new[at : at + 2 * _HALF]
+        half = (len(olds) + 1) // 2
+        _tokenise_block(olds, news, sign, symbols[:half])
+        symbols[half:] = 0
+        found = _take_far(olds, news, sign, symbols.view(np.uint64), half, far, found)
+        block = keys[at // 2 : at // 2 + half]
+        _contexts_block(olds, exponent, edges, contexts[:half])
+        _join_block(symbols, contexts, block)
+        _count_block(block, counts)
+    return found
 
 
 @njit(cache=True, nogil=True)
@@ -240,18 +248,17 @@ def _place(marks, half):
 
 
 @njit(cache=True, nogil=True)
-def _take_far(old, new, sign, eights, far):
-    dtype, found = old.dtype.type, 0
-    for at in range(0, len(old), 2 * _HALF):
-        half = (min(2 * _HALF, len(old) - at) + 1) // 2
-        block = eights[at // 16 :]
-        for group in range((half + 7) // 8):
-            marks = _far_tokens(block[group])
-            while marks:
-                place, marks = _place(marks, half)
-                i = at + 8 * group + place
-                far[found] = scan.folded_step(old[i], new[i], sign, dtype)
-                found += 1
+def _take_far(old, new, sign, eights, half, far, found):
+    """Add a block's far steps to those found; returns how many there are now."""
+    dtype = old.dtype.type
+    for group in range((half + 7) // 8):
+        marks = _far_tokens(eights[group])
+        while marks:
+            place, marks = _place(marks, half)
+            i = 8 * group + place
+            far[found] = scan.folded_step(old[i], new[i], sign, dtype)
+            found += 1
+    return found
 
 
 @njit(cache=True, nogil=True)

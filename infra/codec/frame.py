@@ -7,17 +7,16 @@ are.
 """
 
 import struct
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 
 from infra.codec import dense, rans, scan, tokens
 from infra.codec.layout import Layout, frozen
-from infra.codec.packing import pack, unpack
+from infra.codec.packing import pack, scratch, unpack
 from infra.errors import Corrupted
 from infra.store import Buffer
 
@@ -29,11 +28,12 @@ FORMAT, _STORED = 5, 2
 """Kinds of frame: coded, by this version of the code; stored."""
 _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
+_STRIDE, _SAMPLED = 1 << 15, 256
+"""Of every so many words, so many are looked at to see how a segment changed."""
 _MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
 _NARROW = 1 << 31
 """Words of a tensor up to which positions are int32."""
-_kept = threading.local()
 _HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
@@ -53,45 +53,49 @@ class _Segment:
 
     parts: list[tuple[int, int, int]]
 
+    @property
+    def size(self) -> int:
+        return sum(end - begin for _, begin, end in self.parts)
+
+    def sample(self) -> "_Segment":
+        """The first words of every tensor, and of every _STRIDE words of it."""
+        starts = ((i, at, end) for i, begin, end in self.parts for at in range(begin, end, _STRIDE))
+        return _Segment([(i, at, min(end, at + _SAMPLED)) for i, at, end in starts])
+
     def row(self, tensors: Sequence[np.ndarray], which: str) -> np.ndarray:
         """Of several tensors it is good until the next row of the same name in this thread."""
         rows = [tensors[index][begin:end] for index, begin, end in self.parts]
         if len(rows) == 1:
             return frozen(rows[0])
-        size = sum(len(row) for row in rows)
-        return frozen(np.concatenate(rows, out=_scratch(which, rows[0].dtype)[:size]))
+        return frozen(np.concatenate(rows, out=scratch(which, rows[0].dtype, self.size)))
 
 
-def _scratch(which: str, dtype: np.dtype) -> np.ndarray:
-    """SHARED words that this thread keeps: had anew from the system for each row, they cost a tenth of coding it."""
-    name = f"{which} {dtype}"
-    if name not in _kept.__dict__:
-        _kept.__dict__[name] = np.empty(SHARED, dtype)
-    return _kept.__dict__[name]
+def _cut(slices: Iterable[tuple[int, int, int]], size: int) -> Iterator[_Segment]:
+    """The slices, in order, as segments of `size` words; the last one has what is left."""
+    parts: list[tuple[int, int, int]] = []
+    room = size
+    for index, begin, end in slices:
+        while begin < end:
+            until = min(end, begin + room)
+            parts.append((index, begin, until))
+            room -= until - begin
+            begin = until
+            if room == 0:
+                yield _Segment(parts)
+                parts, room = [], size
+    if parts:
+        yield _Segment(parts)
 
 
 def _segments(sizes: Sequence[int]) -> Iterator[_Segment]:
     """Small tensors share a segment, big ones are cut."""
-    parts: list[tuple[int, int, int]] = []
-    room = SHARED
-    for index, size in enumerate(sizes):
-        begin = 0
-        if size >= _ALONE:
-            if parts:
-                yield _Segment(parts)
-                parts, room = [], SHARED
-            yield from (_Segment([(index, at, min(size, at + SEGMENT))]) for at in range(0, size, SEGMENT))
-            continue
-        while begin < size:
-            end = min(size, begin + room)
-            parts.append((index, begin, end))
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield _Segment(parts)
-                parts, room = [], SHARED
-    if parts:
-        yield _Segment(parts)
+    for alone, tensors in groupby(range(len(sizes)), key=lambda index: sizes[index] >= _ALONE):
+        slices = [(index, 0, sizes[index]) for index in tensors]
+        if alone:
+            for one in slices:
+                yield from _cut([one], SEGMENT)
+        else:
+            yield from _cut(slices, SHARED)
 
 
 def encode(old: Sequence[np.ndarray], new: Sequence[np.ndarray], layout: Layout) -> bytes:
@@ -102,7 +106,7 @@ def encode(old: Sequence[np.ndarray], new: Sequence[np.ndarray], layout: Layout)
     """
     coder = _Encoder(layout)
     for segment in _segments([len(words) for words in old]):
-        coder.add(segment.row(old, "old"), segment.row(new, "new"))
+        coder.add(segment, old, new)
     coded = coder.finish()
     size = sum(words.nbytes for words in new)
     return coded if len(coded) < size else store(new)
@@ -158,15 +162,17 @@ class _Encoder:
         self.bodies: list[bytes] = []  # per segment
         self.streams: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)  # (class, 0 gaps or 1 steps)
 
-    def add(self, old: np.ndarray, new: np.ndarray) -> None:
-        seen, share = dense.sample(old, new, self.layout)
+    def add(self, segment: _Segment, old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> None:
+        some = segment.sample()
+        seen, share = dense.sample(some.row(old, "old"), some.row(new, "new"), self.layout)
         kind, rows = _EVENTS, 0
         if share > _MUCH:
-            kind, body = _TOKENS, dense.encode(old, new, self.layout, seen)
-            if len(body) > new.nbytes:
-                kind, body = _RAW, new.tobytes()
+            pieces = ((p.row(old, "old"), p.row(new, "new")) for p in _cut(segment.parts, dense.PIECE))
+            kind, body = _TOKENS, dense.encode(pieces, segment.size, self.layout, seen)
+            if len(body) > segment.size * self.layout.word:
+                kind, body = _RAW, segment.row(new, "new").tobytes()
         else:
-            rows, body = self._add_events(old, new)
+            rows, body = self._add_events(segment.row(old, "old"), segment.row(new, "new"))
         self.kinds.append(kind)
         self.rows.append(rows)
         self.bodies.append(body)
@@ -248,7 +254,9 @@ class _Decoder:
             raise ValueError("there are more tokens than words")
         self.streams = defaultdict(lambda: frozen(np.empty(0, np.uint8)))
         for (kind, stream), (count, size), table in zip(keys, sizes, shares, strict=True):
-            self.streams[kind, stream] = frozen(rans.decode(view[at : at + size], table[None], count))
+            found = np.empty(count, np.uint8)
+            rans.decode(view[at : at + size], table[None], found)
+            self.streams[kind, stream] = frozen(found)
             at += size
 
     def _take(self, dtype: type, count: int) -> np.ndarray:

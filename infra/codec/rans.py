@@ -10,13 +10,15 @@ import numpy as np
 from numba import njit
 
 from infra.codec.layout import frozen
+from infra.codec.packing import scratch
 
 BITS = 12
 LANES = 4
 _PADDING = 2 * LANES  # words that a decoder may read beyond a stream before it looks
-_ONE = np.uint64(1)
-_SHARE, _BEGIN, _SHIFT = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
-_WORD = np.uint64(16)
+_WORD, _LOW = np.uint64(16), np.uint64(0xFFFF)
+_FACTOR, _ADDED, _LIMIT, _SHIFT, _BEGIN, _REST = range(6)
+_FACTORS = 8
+"""Numbers of a token for `_push`, and the room they take: a power of two, and no more than half a cache line."""
 _INDEX = np.uint32  # numba looks at a signed index for its sign
 
 
@@ -35,25 +37,25 @@ def encode(symbols: np.ndarray, tables: np.ndarray, bits: int = BITS) -> bytes:
 
     tables: uint16 [contexts, 256], of `table` with `bits`.
     """
-    words = np.empty(len(symbols) + 2 * LANES, np.uint16)
-    return words[_encode(frozen(symbols), _factors(frozen(tables)), bits, words) :].tobytes()
+    words = scratch("stream", np.uint16, len(symbols) + 2 * LANES)
+    return words[_encode(frozen(symbols), _factors(frozen(tables), bits), words) :].tobytes()
 
 
 def decode(
-    stream: memoryview, tables: np.ndarray, count: int, contexts: np.ndarray | None = None, bits: int = BITS
-) -> np.ndarray:
-    """The tokens, uint8 [count]. contexts: uint8 [count]; None: all are under the first table.
+    stream: memoryview, tables: np.ndarray, tokens: np.ndarray, contexts: np.ndarray | None = None, bits: int = BITS
+) -> None:
+    """Fill tokens, uint8 [n]. contexts: uint8 [n]; None: all are under the first table.
 
     ValueError when the stream ends too early or a table is none.
     """
     if len(stream) < 4 * LANES or len(stream) % 2 or (tables.sum(1) != 1 << bits).any():
         raise ValueError("a stream of tokens is damaged")
-    tokens, words = np.empty(count, np.uint8), np.zeros(len(stream) // 2 + _PADDING, np.uint16)
+    words = scratch("stream", np.uint16, len(stream) // 2 + _PADDING)
     words[:-_PADDING] = np.frombuffer(stream, np.uint16)
+    words[-_PADDING:] = 0
     contexts = None if contexts is None else frozen(contexts)
     if _decode(words, _slots(frozen(tables), bits), contexts, bits, tokens) != len(words) - _PADDING:
         raise ValueError("a stream of tokens has another length than its tokens")
-    return tokens
 
 
 @njit(cache=True, nogil=True)
@@ -85,13 +87,13 @@ def _slots(tables, bits):
 
 
 @njit(cache=True, nogil=True)
-def _factors(tables):
-    """uint64 [contexts * 256, 3], for `_push`: what a state is multiplied by and added to divide it by the share, and
-    share, begin << 16, shift << 32.
+def _factors(tables, bits):
+    """uint32 [contexts * 256, _FACTORS], for `_push`: what a state is multiplied by, what is added and by how much that is
+    shifted, to divide it by the share; from where on it spills a word; where the share begins; all other shares.
 
     Exact for 32-bit states: of the reciprocals rounded up and down one is near enough (Robison, "N-bit unsigned division
     via N-bit multiply-add", 2005)."""
-    factors = np.zeros((len(tables) << 8, 3), np.uint64)
+    factors = np.zeros((len(tables) << 8, _FACTORS), np.uint32)
     for context in range(len(tables)):
         begin = 0
         for token in range(256):
@@ -105,52 +107,52 @@ def _factors(tables):
             is_down = np.int64(2 * (factor * share - (1 << shift)) > 1 << shift - 31)
             factor -= is_down
             symbol = context << 8 | token
-            factors[symbol, 0] = factor
-            factors[symbol, 1] = factor * is_down
-            factors[symbol, 2] = share | begin << 16 | shift << 32
+            factors[symbol, _FACTOR] = factor
+            factors[symbol, _ADDED] = factor * is_down
+            factors[symbol, _LIMIT] = (share << 32 - bits) - 1
+            factors[symbol, _SHIFT] = shift
+            factors[symbol, _BEGIN] = begin
+            factors[symbol, _REST] = (1 << bits) - share
             begin += share
     return factors
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _push(state, symbol, factors, bits, words, head):
+def _push(state, symbol, factors, words, head):
     """(new state, head), words written downwards from head."""
-    symbol = _INDEX(symbol)
-    packed = factors[symbol, 2]
-    share = packed & _SHARE
-    words[_INDEX(head - 1)] = np.uint16(state & _SHARE)
-    spills = state >= share << (np.uint64(32) - bits)
+    numbers = factors[_INDEX(symbol)]
+    words[_INDEX(head - 1)] = np.uint16(state & _LOW)
+    spills = state > numbers[_LIMIT]
     head -= np.int64(spills)
     state >>= np.uint64(spills) << np.uint64(4)
-    quotient = (state * factors[symbol, 0] + factors[symbol, 1]) >> (packed >> _SHIFT)
-    return state + ((packed >> _BEGIN) & _SHARE) + quotient * ((_ONE << bits) - share), head
+    quotient = (state * np.uint64(numbers[_FACTOR]) + np.uint64(numbers[_ADDED])) >> np.uint64(numbers[_SHIFT])
+    return state + np.uint64(numbers[_BEGIN]) + quotient * np.uint64(numbers[_REST]), head
 
 
 @njit(cache=True, nogil=True)
-def _encode(symbols, factors, bits, words):
+def _encode(symbols, factors, words):
     """Fills `words` from its end; returns where the stream begins."""
-    s0 = s1 = s2 = s3 = _ONE << _WORD
-    bits = np.uint64(bits)
+    s0 = s1 = s2 = s3 = np.uint64(1) << _WORD
     head, n = len(words), len(symbols)
     whole = n // LANES * LANES
     for i in range(n - 1, whole - 1, -1):
         if i % LANES == 0:
-            s0, head = _push(s0, symbols[i], factors, bits, words, head)
+            s0, head = _push(s0, symbols[i], factors, words, head)
         elif i % LANES == 1:
-            s1, head = _push(s1, symbols[i], factors, bits, words, head)
+            s1, head = _push(s1, symbols[i], factors, words, head)
         else:
-            s2, head = _push(s2, symbols[i], factors, bits, words, head)
+            s2, head = _push(s2, symbols[i], factors, words, head)
     for group in range(whole // LANES - 1, -1, -1):
         i = group * LANES
         a, b = symbols[_INDEX(i)], symbols[_INDEX(i + 1)]
         c, d = symbols[_INDEX(i + 2)], symbols[_INDEX(i + 3)]
-        s3, head = _push(s3, d, factors, bits, words, head)
-        s2, head = _push(s2, c, factors, bits, words, head)
-        s1, head = _push(s1, b, factors, bits, words, head)
-        s0, head = _push(s0, a, factors, bits, words, head)
+        s3, head = _push(s3, d, factors, words, head)
+        s2, head = _push(s2, c, factors, words, head)
+        s1, head = _push(s1, b, factors, words, head)
+        s0, head = _push(s0, a, factors, words, head)
     for state in (s3, s2, s1, s0):
         head -= 2
-        words[head] = np.uint16(state & _SHARE)
+        words[head] = np.uint16(state & _LOW)
         words[head + 1] = np.uint16(state >> _WORD)
     return head
 
