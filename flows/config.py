@@ -156,19 +156,6 @@ class TrainConfig(Config):
     resources: ResourceConfig = ResourceConfig()
     """Processes and GPUs."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _probe_of_precision(cls, values: Any) -> Any:
-        """What trainer and engine may differ by depends on what they compute in."""
-        if not isinstance(values, dict) or values.get("precision") != "mxfp8":
-            return values
-        sync, mxfp8 = values.get("sync") or {}, values.get("mxfp8") or {}
-        if not (isinstance(sync, dict) and isinstance(mxfp8, dict)):
-            return values
-        limits = {"probe_tolerance": 10.0, "probe_mean_tolerance": 0.4 if mxfp8.get("train", True) else 1.0}
-        given = {name: value for name, value in sync.items() if name not in limits or value is not None}
-        return values | {"sync": limits | given}
-
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         if self.update.temperature != self.rollout.temperature:

@@ -31,13 +31,10 @@ from infra.store import Store
 from tasks.publish.folder import fetch_model, model_folder, write_adapter
 from tasks.publish.registry import Registered, annotate, holder, promote
 from tasks.publish.task import check_model, export_model, register_model
-from tasks.sync.verify import probe_sequences
+from tasks.sync.verify import ProbeResult, probe_sequences
 
 MERGED = 0.5
-"""What logprobs may differ by (nats) where an adapter is merged: the sum is rounded to the base model's dtype."""
-QUANTISED, UNQUANTISED = 0.4, 1.0
-"""The same in the mean, after MXFP8, of vLLM, which quantises the published numbers again, to what they were, and of
-transformers, which multiplies them in high precision: a deep model makes much of single roundings."""
+"""What a logprob may differ by at least (nats) where an adapter is merged: the sum is rounded to the base model's dtype."""
 
 
 @flow(
@@ -138,15 +135,18 @@ def check(session: Session, version: Version, policy: ArtifactRef, model: Artifa
                 "settings": kept | {"model": folder.removeprefix("file://")},
             }
         )
-    tolerance = max(settings.sync.tolerance, MERGED) if settings.trained_lora else settings.sync.tolerance
-    limits = {"tolerance": tolerance, "transformers_tolerance": tolerance, "in_the_mean": False}
-    if settings.used_mxfp8:
-        limits = {"tolerance": QUANTISED, "transformers_tolerance": UNQUANTISED, "in_the_mean": True}
+    probe = ProbeResult.model_validate(open_artifact(ack).json("probe")).engine
+    limits = {
+        "limits": settings.sync.limits(probe.arithmetic, probe.arithmetic),  # MXFP8: it quantises the numbers again
+        "transformers_limits": settings.sync.limits(probe.arithmetic, "float32"),
+    }
+    if settings.trained_lora:
+        limits = {who: found._replace(largest=max(found.largest, MERGED)) for who, found in limits.items()}
     with session.progress.waiting("transformers and vLLM load the published folder"):
         check_model(
             version.run.stage("check", version.number, [model, ack], str(engine is not None)),
             model=model, policy=policy, engine=engine, sequences=probe_sequences(settings.sync, session.vocab_size),
-            logprobs=open_artifact(ack).json("probe")["engine"], timeout_s=config.timeouts.load_s, **limits,
+            logprobs=probe.logprobs, timeout_s=config.timeouts.load_s, **limits,
         )  # fmt: skip
 
 

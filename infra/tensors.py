@@ -29,6 +29,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def multiplies_bf16() -> bool:
+    """Whether this machine's device does so in hardware; a CPU without such units takes a multiple of fp32's time."""
+    on_cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.cuda.is_available() or on_cpu
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The contiguous tensor's bytes, row-major, little-endian, whatever its dtype; no copy when it is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from infra import policy as policies
+from infra.agreement import Limits, difference
 from infra.artifacts import ArtifactRef, Store, open_artifact
 from infra.errors import Mismatch
 from tasks.publish.folder import fetch_model, is_plain, model_folder
@@ -37,12 +36,11 @@ def compare_transformers(
     policy: ArtifactRef,
     sequences: list[list[int]],
     logprobs: list[list[float]],
-    tolerance: float,
+    limits: Limits,
     timeout_s: float,
-    in_the_mean: bool = False,
 ) -> float:
     """The largest difference in logprobs (nats) of the folder as transformers loads it. Raises NotThePolicy when it is too
-    large (see `difference`), or when a tensor is not the version's, bit for bit."""
+    large, or when a tensor is not the version's, bit for bit."""
     with tempfile.TemporaryDirectory() as scratch:
         local = Store.at(model.uri).is_local
         folder = model_folder(model).removeprefix("file://") if local else str(fetch_model(model, Path(scratch) / "m"))
@@ -60,18 +58,12 @@ def compare_transformers(
     wrong = sorted(name for name, digest in expected.items() if loaded["digests"].get(name) != digest)
     if wrong:
         raise NotThePolicy(f"{len(wrong)} tensors, {wrong[0]} the first, are not the policy's after transformers' load")
-    return difference("transformers", loaded["logprobs"], logprobs, tolerance, in_the_mean)
+    return require_near("transformers", loaded["logprobs"], logprobs, limits)
 
 
-def difference(
-    who: str, found: list[list[float]], expected: list[list[float]], tolerance: float, in_the_mean: bool = False
-) -> float:
-    """The largest |found - expected|. Raises NotThePolicy when that, or their mean, is beyond `tolerance`, or at a NaN."""
-    differences = np.abs(np.array(found) - np.array(expected))
-    judged, how = (differences.mean(), " in the mean") if in_the_mean else (differences.max(), "")
-    if not judged <= tolerance:
-        raise NotThePolicy(
-            f"{who}'s logprobs of the published model differ by {judged:.3g} nats{how} from the training engine's "
-            f"(tolerance {tolerance:g})"
-        )
-    return float(differences.max())
+def require_near(who: str, found: list[list[float]], expected: list[list[float]], limits: Limits) -> float:
+    """The largest |found - expected|. Raises NotThePolicy when they are further apart than `limits`."""
+    apart = difference(found, expected)
+    if fault := apart.beyond(limits):
+        raise NotThePolicy(f"{who}'s logprobs of the published model differ from the training engine's by {fault}")
+    return apart.largest

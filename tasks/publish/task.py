@@ -1,6 +1,7 @@
 """Publishing: a policy version becomes a Hugging Face folder, is proven to be that policy, and is registered."""
 
 from infra.actors import Engine, EngineSpec
+from infra.agreement import Limits
 from infra.artifacts import ArtifactRef
 from infra.run import Stage
 from infra.stages import stage_task
@@ -27,25 +28,21 @@ def check_model(
     engine: EngineSpec | None,
     sequences: list[list[int]],
     logprobs: list[list[float]],
-    tolerance: float,
-    transformers_tolerance: float,
-    in_the_mean: bool,
+    limits: Limits,
+    transformers_limits: Limits,
     timeout_s: float,
 ) -> ArtifactRef:
     """Artifact of kind `check`: what is published is what was trained.
 
     transformers loads the folder in a process of its own: every tensor must have the version's digest, and the logprobs of
-    `sequences` must be within `transformers_tolerance` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
-    the published folder; None: skip it) must give `logprobs` within `tolerance` too; each of them, or all `in_the_mean`. Raises
-    NotThePolicy.
+    `sequences` must be within `transformers_limits` of `logprobs`, those of the engine that trained. `engine` (a vLLM engine of
+    the published folder; None: skip it) must give `logprobs` within `limits` too. Raises NotThePolicy.
     """
     from tasks.publish import check
 
     if done := stage.committed():
         return done
-    by_transformers = check.compare_transformers(
-        model, policy, sequences, logprobs, transformers_tolerance, timeout_s, in_the_mean
-    )
+    by_transformers = check.compare_transformers(model, policy, sequences, logprobs, transformers_limits, timeout_s)
     differences = {"transformers": by_transformers}
     if engine is not None:
         loaded = Engine(engine)
@@ -53,7 +50,7 @@ def check_model(
             found = loaded.call("tasks.publish.check:score", sequences=sequences, timeout_s=timeout_s)
         finally:
             loaded.stop()
-        differences["vllm"] = check.difference("vLLM", found, logprobs, tolerance, in_the_mean)
+        differences["vllm"] = check.require_near("vLLM", found, logprobs, limits)
     with stage.write("check", metadata={"max_diff": differences}) as writer:
         pass
     return writer.ref

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from infra.tensors import multiplies_bf16
 from tasks.rollout.config import RolloutConfig
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -24,7 +25,7 @@ def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dic
     on_cpu = current_platform.is_cpu()
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "dtype": ("auto" if not on_cpu or _cpu_has_bf16() else "float32") if config.dtype == "auto" else config.dtype,
+        "dtype": "float32" if config.dtype == "auto" and not multiplies_bf16() else config.dtype,
         "seed": 0,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -55,12 +56,6 @@ def engine_arguments(model_dir: str, config: RolloutConfig, routes: bool) -> dic
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     return arguments | config.engine
-
-
-def _cpu_has_bf16() -> bool:
-    import torch
-
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def prepare_environment() -> None:

@@ -67,8 +67,8 @@ class RolloutConfig(Config):
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and response together, in tokens; null: the model's context."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights and activations. auto: the model's dtype where the device computes in it, else float32 (a CPU without bf16
-    units is several times slower in bf16)."""
+    """Weights and activations. auto: float32 on a CPU without bf16 units (it is several times slower in bf16), else vLLM's
+    choice: the model's 16-bit dtype, bfloat16 for a model in float32, as the trainer's."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """Memory of the KV cache in GiB; null: 1 on a CPU, what gpu_memory_utilization leaves on a GPU."""
     block_size: int | None = Field(None, ge=1)

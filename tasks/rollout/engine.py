@@ -10,7 +10,7 @@ import pyarrow as pa
 from infra.adapters import LoraConfig, check_fits
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantized_names
-from infra.tensors import checkpoint_shapes
+from infra.tensors import checkpoint_shapes, dtype_name
 from tasks.rollout import adapter, prefixes, tuned
 from tasks.rollout import mxfp8 as microscaling
 from tasks.rollout.arguments import engine_arguments, has_experts, prepare_environment
@@ -80,6 +80,7 @@ class RolloutEngine:
 
         register()
         import vllm
+        from vllm.platforms import current_platform
 
         self._shapes = checkpoint_shapes(model_dir)
         self._route_layers = expert_layers(self._shapes) if routes else None
@@ -105,7 +106,12 @@ class RolloutEngine:
         self._llm.llm_engine.step = _locked(self._stepping, self._llm.llm_engine.step)
         self._sink = self._make_sink()
         self.loads_whole = self._sink.loads_whole
-        self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
+        model = self._llm.llm_engine.model_config
+        self.max_model_len: int = model.max_model_len
+        self.arithmetic = "mxfp8" if mxfp8 is not None else dtype_name(model.dtype)
+        """What it computes in."""
+        self.repeatable = current_platform.is_cpu()
+        """Whether the same call, to another engine too, gives the same bits; on a GPU sums may be added up in any order."""
 
     def _make_sink(self) -> "ModelSink | ShardedSink | MirroredSink":
         from tasks.rollout.mirrored import MirroredSink

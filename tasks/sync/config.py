@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from infra.agreement import Limits, limits
 from infra.config import Config
 
 
@@ -15,12 +16,11 @@ class SyncConfig(Config):
     probe_length: int = Field(32, ge=2)
     """Tokens in a probe sequence."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest |trainer - engine| logprob on the probe that a sync may show (nats). null: 0.02; with precision mxfp8 10."""
+    """Largest |trainer - engine| logprob on the probe that a sync may show (nats). null: by what the two say that they compute
+    in, 0.02 in fp32, else 10 (infra/agreement.py)."""
     probe_mean_tolerance: float | None = Field(None, gt=0)
-    """Largest mean of |trainer - engine| over the probe's tokens (nats). null: no limit but the one above; with precision
-    mxfp8 0.4: there a number next to a rounding boundary falls to either side in the two, a deep model carries that on, and
-    single tokens differ by as much as MXFP8 costs at all (2 nats seen with SmolLM2, 0.2 in the mean). With mxfp8.train off,
-    where the two compute in different precisions, 1."""
+    """Largest mean of |trainer - engine| over the probe's tokens (nats). null: in fp32 no limit but the one above, in bf16 and
+    fp16 0.3, in MXFP8 0.7, in MXFP8 against anything else 1."""
     verify_fresh: bool = True
     """At the end of a run, load a second engine with the last version and compare it with the resident one."""
     form: Literal["auto", "full"] = "auto"
@@ -30,7 +30,8 @@ class SyncConfig(Config):
     keep_versions: int = Field(3, ge=1)
     """Policy versions whose tensors are kept while a run goes on; version 0 and the last one always are."""
 
-    @property
-    def tolerance(self) -> float:
-        """`probe_tolerance`, or its default."""
-        return 2e-2 if self.probe_tolerance is None else self.probe_tolerance
+    def limits(self, *arithmetic: str) -> Limits:
+        """What two that compute in these may be apart: as set, or by default."""
+        default = limits(*arithmetic)
+        largest = default.largest if self.probe_tolerance is None else self.probe_tolerance
+        return Limits(largest, default.mean if self.probe_mean_tolerance is None else self.probe_mean_tolerance)

@@ -7,7 +7,7 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Stage
 from infra.stages import stage_task
 from tasks.sync.config import SyncConfig
-from tasks.sync.verify import busy_seconds, compare, probe_sequences
+from tasks.sync.verify import ProbeResult, busy_seconds, compare, compare_fresh, probe_sequences
 
 
 @stage_task("publish")
@@ -51,9 +51,9 @@ def sync_engine(
         return done
     with ThreadPoolExecutor(1) as pool:  # the trainer scores while the engine reads and applies the version
         trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
-        engine_logprobs, engine_span = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
-        trainer_logprobs, trainer_span = trained.result()
-    result = compare(trainer_logprobs, engine_logprobs, config.tolerance, config.probe_mean_tolerance)
+        engine_scores, engine_span = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
+        trainer_scores, trainer_span = trained.result()
+    result = compare(trainer_scores, engine_scores, config)
     seconds = {"engine_s": busy_seconds([engine_span, trainer_span])}
     with stage.write(
         "ack", metadata={"probe_max_diff": result.max_diff, "probe_mean_diff": result.mean_diff}, provenance=seconds
@@ -69,11 +69,12 @@ def verify_against_fresh_engine(
     """Artifact of kind `verification`: an engine loaded afresh with the version gives the updated engine's logprobs.
 
     The updated engine went through every sync of the run, the fresh one through none: any weight that an update in
-    place did not reach shows here. Raises SyncMismatch unless the logprobs are equal.
+    place did not reach shows here. Raises SyncMismatch unless the logprobs are equal; on a GPU, where the same sums may be
+    added up in another order, near.
     """
     if done := stage.committed():
         return done
-    updated = open_artifact(ack).json("probe")["engine"]
+    updated = ProbeResult.model_validate(open_artifact(ack).json("probe")).engine
     engine = Engine(fresh)
     try:
         loaded, _ = engine.call(
@@ -81,7 +82,7 @@ def verify_against_fresh_engine(
         )
     finally:
         engine.stop()
-    result = compare(loaded, updated, tolerance=0.0)
+    result = compare_fresh(loaded, updated, config)
     with stage.write("verification", metadata={"max_diff": result.max_diff}) as writer:
         pass
     return writer.ref

@@ -67,6 +67,7 @@ class TrainerGroup:
         try:
             _join(store, 0, world)
             self.trainer = Trainer(*policy)
+            self.arithmetic, self.repeatable = self.trainer.arithmetic, self.trainer.repeatable
             self._layers = [self.trainer.forward.replay.layers, *self._replies()]
         except BaseException:
             self.close()

@@ -2,6 +2,8 @@
 
 import torch
 
+from infra.tensors import multiplies_bf16
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -13,11 +15,7 @@ def resolve_precision(name: str) -> torch.dtype:
     """
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
-
-
-def _cpu_multiplies_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
 def weight_dtype(choice: str, compute: torch.dtype, in_folder: list[torch.dtype], router: bool) -> torch.dtype:

@@ -56,6 +56,7 @@ class ResidentTrainer:
             old.close()
             del old
         self.trainer = make_trainer(*self._arguments)
+        self.arithmetic, self.repeatable = self.trainer.arithmetic, self.trainer.repeatable
         self.untouched = True
         """Whether this is still the base model."""
 

@@ -14,7 +14,7 @@ from infra.adapters import LoraConfig, base_name, peft_config
 from infra.errors import BadInput, NonFiniteUpdate
 from infra.mirror import Mirror
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
-from infra.tensors import checkpoint_shapes
+from infra.tensors import checkpoint_shapes, dtype_name
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
@@ -64,6 +64,9 @@ class Trainer:
             shapes = checkpoint_shapes(model_dir)
             self._quantised = quantized_names(shapes, mxfp8)
             settings = megatron_settings(mxfp8, shapes)
+        self.arithmetic = "mxfp8" if mxfp8 is not None and mxfp8.train else dtype_name(precision)
+        """What it computes in."""
+        self.repeatable = not torch.cuda.is_available()
         self.model = load_policy(model_dir, precision, config, seed, settings)
         emulated = mxfp8 is not None and mxfp8.train and mxfp8.emulation
         self._rounded = emulate(self.model, set(self._quantised)) if emulated else []

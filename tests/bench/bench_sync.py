@@ -82,10 +82,13 @@ def _versions(profile: str) -> list[ArtifactRef]:
 
 def _train(profile: str, stages: list[Stage]) -> None:
     from infra.models.catalog import prepare_model
+    from tasks.update.config import CorrectionConfig
     from tasks.update.trainer import Trainer
 
     config = load_config(profile)
-    trainer: Any = Trainer(str(prepare_model(config.model, HOME / "models")), config.update, config.seed)
+    # The batches are another policy's, further and further: steps of real sizes are what is wanted, not that they teach.
+    update = config.update.model_copy(update={"correction": CorrectionConfig(max_k3=None)})
+    trainer: Any = Trainer(str(prepare_model(config.model, HOME / "models")), update, config.seed)
     batches, rng = _batches(profile, config.model), np.random.default_rng(0)
     parent: ArtifactRef | None = None
     for number, stage in enumerate(stages):

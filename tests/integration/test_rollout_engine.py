@@ -16,7 +16,7 @@ from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Maker, Pair, prompts, sampled
 
-SETTINGS = RolloutConfig(samples_per_prompt=3, max_new_tokens=12, kv_cache_gib=0.05)
+SETTINGS = RolloutConfig(samples_per_prompt=3, max_new_tokens=12, kv_cache_gib=0.05, dtype="float32")
 
 
 class Model(Pair):

@@ -24,7 +24,7 @@ from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Versions, sample
 from tests.unit.sync.engines import TensorTrainer
 
 TRANSFER = {"weight_transfer_config": {"backend": "policyflow"}}
-SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, engine=TRANSFER)
+SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, dtype="float32", engine=TRANSFER)
 
 
 @pytest.fixture(scope="module", **FAMILIES)

@@ -39,7 +39,7 @@ def settings(request: pytest.FixtureRequest, two_ranks_fit: None) -> tuple[Maker
 
 
 def configured(**settings: Any) -> RolloutConfig:
-    return RolloutConfig(samples_per_prompt=2, max_new_tokens=8, kv_cache_gib=0.05, **settings)
+    return RolloutConfig(samples_per_prompt=2, max_new_tokens=8, kv_cache_gib=0.05, **{"dtype": "float32"} | settings)
 
 
 _closed: list[RolloutEngine] = []
@@ -163,7 +163,7 @@ def test_experts_that_are_dealt_out_get_their_changes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_ranks_fit")
 def test_an_engine_in_mxfp8_over_two_workers_follows_by_what_changed(tmp_path: Path) -> None:
     """Loaded whole from its mirror: once, however many versions it goes over; in all workers or in none."""
-    mxfp8, config = Mxfp8Config(emulation=True), configured(tensor_parallel_size=2, dtype="float32")
+    mxfp8, config = Mxfp8Config(emulation=True), configured(tensor_parallel_size=2)
     wide_enough: Maker = lambda folder, seed: tiny_models.dense(folder, seed, intermediate_size=128)  # noqa: E731
     folder, last, refs = publish_versions(wide_enough, tmp_path, mxfp8)
     with started(last, config, mxfp8) as fresh:

@@ -254,14 +254,3 @@ def test_tensor_parallelism_that_cuts_mxfp8_s_blocks_is_refused(tmp_path, sizes:
         return
     with pytest.raises(BadInput, match=message):
         config.check_model(tmp_path)
-
-
-def test_the_probe_allows_what_a_precision_lets_trainer_and_engine_differ_by():
-    def limits(*overrides: str) -> tuple[float, float | None]:
-        sync = load_config("smollm2-cpu", list(overrides)).sync
-        return sync.tolerance, sync.probe_mean_tolerance
-
-    mxfp8 = ("precision=mxfp8", "mxfp8.emulation=true")
-    assert limits() == (0.02, None)
-    assert limits(*mxfp8) == (10, 0.4) and limits(*mxfp8, "mxfp8.train=false") == (10, 1)
-    assert limits(*mxfp8, "sync.probe_mean_tolerance=0.1", "sync.probe_tolerance=null") == (10, 0.1)

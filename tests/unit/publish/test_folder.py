@@ -9,12 +9,13 @@ import torch
 
 from infra import policy_write
 from infra.adapters import PREFIX, LoraConfig, peft_config
+from infra.agreement import Limits
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names, rounded
 from infra.run import Stage
 from infra.store import Store
-from tasks.publish.check import NotThePolicy, compare_transformers, difference
+from tasks.publish.check import NotThePolicy, compare_transformers, require_near
 from tasks.publish.folder import fetch_model, model_config, model_folder, write_adapter, write_model
 from tests.models import write_tiny_llama
 
@@ -58,13 +59,13 @@ def test_transformers_loads_the_policy_and_another_one_is_told(file_store: Store
     tensors = weights(base)
     policy, model = published(file_store, base, tensors)
     expected = logprobs(base, tensors)
-    assert compare_transformers(model, policy, SEQUENCES, expected, 1e-4, 300) < 1e-4
+    assert compare_transformers(model, policy, SEQUENCES, expected, Limits(1e-4), 300) < 1e-4
 
     other = {name: tensor.clone() for name, tensor in tensors.items()}
     other["model.norm.weight"][3] += 0.5
     elsewhere = policy_write.write_full(file_store, "other", other.items(), version=2, step=2)
     with pytest.raises(NotThePolicy, match=r"model\.norm\.weight the first"):
-        compare_transformers(model, elsewhere, SEQUENCES, expected, 1e-4, 300)
+        compare_transformers(model, elsewhere, SEQUENCES, expected, Limits(1e-4), 300)
 
 
 def test_an_adapter_is_published_merged_and_alone_and_both_are_what_peft_computes(
@@ -91,7 +92,7 @@ def test_an_adapter_is_published_merged_and_alone_and_both_are_what_peft_compute
         scores = whole(ids).logits[:, :-1].log_softmax(-1)
     by_peft = scores.gather(-1, ids[:, 1:, None])[..., 0]
     assert (by_peft - torch.tensor(logprobs(base, {}))).abs().mean() > 1e-2, "the adapter does something"
-    assert compare_transformers(model, policy, SEQUENCES, by_peft.tolist(), 1e-4, 300) < 1e-4
+    assert compare_transformers(model, policy, SEQUENCES, by_peft.tolist(), Limits(1e-4), 300) < 1e-4
     assert (fetch_model(model, tmp_path / "merged") / "tokenizer.json").is_file()
 
 
@@ -100,7 +101,7 @@ def test_a_version_in_mxfp8_is_published_as_the_numbers_that_it_stands_for(file_
     names = quantized_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, Mxfp8Config())
     policy, model = published(file_store, base, dict(quantize_tensors(tensors.items(), names)))
     expected = {name: rounded(tensor) if name in names else tensor for name, tensor in tensors.items()}
-    assert compare_transformers(model, policy, SEQUENCES, logprobs(base, expected), 1e-4, 300) < 1e-4
+    assert compare_transformers(model, policy, SEQUENCES, logprobs(base, expected), Limits(1e-4), 300) < 1e-4
 
 
 def test_a_whole_policy_has_no_adapter_to_write(file_store: Store, base: Path, tmp_path: Path):
@@ -133,18 +134,17 @@ def test_the_configs_dtype_is_the_policys(base: Path):
     assert "torch_dtype" not in config
 
 
-@pytest.mark.parametrize("in_the_mean", [False, True])
-def test_a_difference_that_is_not_a_number_is_a_difference(in_the_mean: bool):
+@pytest.mark.parametrize("limits", [Limits(0.1), Limits(10, 0.1)])
+def test_a_difference_that_is_not_a_number_is_a_difference(limits: Limits):
     with pytest.raises(NotThePolicy):
-        difference("vLLM", [[float("nan"), -1.0]], [[-1.0, -1.0]], 0.1, in_the_mean)
+        require_near("vLLM", [[float("nan"), -1.0]], [[-1.0, -1.0]], limits)
 
 
-def test_a_difference_is_judged_by_the_largest_or_in_the_mean():
+def test_a_difference_is_judged_by_the_largest_and_in_the_mean():
     found, expected = [[-1.0, -2.0, -4.0, -3.0]], [[-1.0, -2.0, -3.0, -3.0]]
-    assert (
-        difference("vLLM", found, expected, 1.0) == 1.0 == difference("vLLM", found, expected, 0.25, in_the_mean=True)
-    )
-    with pytest.raises(NotThePolicy, match=r"differ by 1 nats from the training engine's \(tolerance 0\.9\)"):
-        difference("vLLM", found, expected, 0.9)
-    with pytest.raises(NotThePolicy, match=r"differ by 0\.25 nats in the mean"):
-        difference("vLLM", found, expected, 0.2, in_the_mean=True)
+    assert require_near("vLLM", found, expected, Limits(1.0)) == 1.0
+    assert require_near("vLLM", found, expected, Limits(10, 0.25)) == 1.0
+    with pytest.raises(NotThePolicy, match=r"from the training engine's by 1 nats \(at most 0\.9 is allowed\)"):
+        require_near("vLLM", found, expected, Limits(0.9))
+    with pytest.raises(NotThePolicy, match=r"by 0\.25 nats in the mean"):
+        require_near("vLLM", found, expected, Limits(10, 0.2))
