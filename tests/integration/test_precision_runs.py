@@ -1,4 +1,4 @@
-"""Whole runs of a small Beam with an adapter and in MXFP8, and their publication. The flows check themselves: trainer and
+"""Whole runs of a small Beam in bf16, with an adapter and in MXFP8, and their publication. The flows check themselves: trainer and
 engine after every sync, a fresh engine at the end, the published folder in transformers and vLLM."""
 
 import json
@@ -19,8 +19,19 @@ LORA = ["policy=lora", f"lora.targets={TARGETS}", "lora.rank=4"]
 MXFP8 = ["precision=mxfp8", "mxfp8.emulation=true"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "settings"), [("lora", LORA), ("mxfp8", MXFP8)])
+BF16 = ["rollout.dtype=bfloat16", "update.precision=bfloat16"]
+"""As on a GPU, where implementations of one policy round differently."""
+
+
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        ("bf16", BF16),
+        pytest.param("lora", LORA, marks=pytest.mark.slow),
+        pytest.param("mxfp8", MXFP8, marks=pytest.mark.slow),
+        pytest.param("mxfp8-over-bf16", [*BF16, *MXFP8], marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_ends_verified_and_is_published(tmp_path: Path, run: str, settings: list[str]):
     pipeline = Pipeline(tmp_path, write_beam_tiny(tmp_path / "model"))
     output = pipeline.train(run, "steps=2", "evaluation.samples=1", *settings)
