@@ -7,7 +7,10 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
@@ -29,18 +32,20 @@ def main() -> int:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault(
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180"
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "600"
     )  # its default is too short for a busy machine
 
     from infra.errors import BadInput, Lasting
-    from infra.orphans import end_orphaned_servers
+    from infra.temporary_server import end_orphaned_servers, start
 
-    if not os.environ.get("PREFECT_API_URL"):
-        end_orphaned_servers(os.environ["PREFECT_HOME"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, interrupt)
     try:
-        run(arguments.flow, arguments.settings)
+        run = validated(arguments.flow, arguments.settings)
+        if not os.environ.get("PREFECT_API_URL"):
+            end_orphaned_servers(os.environ["PREFECT_HOME"])
+            start()
+        run()
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,29 +66,28 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def run(name: str, settings: list[str]) -> None:
-    """Validate the settings, then run the flow here."""
-    from flows.config import EvaluateConfig, PublishConfig, apply_overrides, load_config, parse_config
+def validated(name: str, settings: list[str]) -> Callable[[], Any]:
+    """The flow with its settings, to be called. Raises BadInput."""
+    from flows.config import EvaluateConfig, PublishConfig
+    from flows.settings import apply_overrides, load_config, parse_config
 
     if name == "evaluate":
         from flows.evaluate import evaluate
 
-        evaluate(parse_config(EvaluateConfig, apply_overrides({}, settings), source=name))
-    elif name == "publish":
+        return partial(evaluate, parse_config(EvaluateConfig, apply_overrides({}, settings)))
+    if name == "publish":
         from flows.publish import publish
 
-        publish(parse_config(PublishConfig, apply_overrides({}, settings), source=name))
-    else:
-        profile = settings.pop(0) if settings and "=" not in settings[0] else "smollm2-cpu"
-        config = load_config(profile, settings)
-        if name == "train":
-            from flows.train import train
+        return partial(publish, parse_config(PublishConfig, apply_overrides({}, settings)))
+    profile = settings.pop(0) if settings and "=" not in settings[0] else "smollm2-cpu"
+    config = load_config(profile, settings)
+    if name == "train":
+        from flows.train import train
 
-            train(config)
-        else:
-            from flows.prepare import prepare
+        return partial(train, config)
+    from flows.prepare import prepare
 
-            print(prepare(config.dataset, config.store, model=config.model, credentials=config.credentials))
+    return lambda: print(prepare(config.dataset, config.store, model=config.model, credentials=config.credentials))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 """The flows' parameters, composed of each room's settings. A profile is a `TrainConfig`."""
 
 import math
-import os
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
-from yaml.composer import ComposerError
+from pydantic import Field, model_validator
 
 from infra.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from infra.config import URL, Config, Name
-from infra.errors import BadInput
 from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
@@ -24,7 +20,6 @@ from tasks.update.config import UpdateConfig, WarmStartConfig
 RESUMABLE = (
     "run", "store", "credentials", "steps", "checkpoint_every", "tracking", "timeouts", "resources", "evaluation"
 )  # fmt: skip
-PROFILES = Path(__file__).parent.parent / "infra" / "profiles"
 
 
 class EvaluationConfig(Config):
@@ -173,6 +168,7 @@ class TrainConfig(Config):
             raise ValueError(
                 f"sync.probe_length ({self.sync.probe_length}) must be below rollout.max_model_len ({context})"
             )
+        self._require_used()
         on_gpu = bool(self.resources.rollout_gpus and self.resources.update_gpus)
         if self.precision == "mxfp8" and not on_gpu and not self.mxfp8.emulation:
             raise ValueError(
@@ -203,6 +199,22 @@ class TrainConfig(Config):
         check_gpus("rollout_gpus", self.resources.rollout_gpus, self.rollout.workers, "rollout.*_parallel_size")
         check_gpus("update_gpus", self.resources.update_gpus, self.update.parallel.processes, "update.parallel")
         return self
+
+    def _require_used(self) -> None:
+        """A setting without effect would be believed to have one."""
+        for group, setting, value in (("lora", "policy", "lora"), ("mxfp8", "precision", "mxfp8")):
+            settings, chosen = getattr(self, group), getattr(self, setting)
+            changed = [name for name, default in type(settings)() if getattr(settings, name) != default]
+            if chosen != value and changed:
+                raise ValueError(
+                    f"{group}.{changed[0]} is set, but {setting} is {chosen}: set {setting} to {value}, or leave {group} out"
+                )
+        for name in ("rollout_gpus", "update_gpus"):
+            if self.mxfp8.emulation and getattr(self.resources, name):
+                raise ValueError(
+                    f"mxfp8.emulation replaces layers of engines that have no GPU, but resources.{name} is "
+                    f"{getattr(self.resources, name):g}: turn one of them off"
+                )
 
     @property
     def trained_lora(self) -> LoraConfig | None:
@@ -290,100 +302,3 @@ class PublishConfig(VersionConfig):
     """adapter_folder in PEFT's layout for models that keep all experts of a layer in one parameter."""
     check_engine: bool = True
     """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans: `off`, `on`, `yes` and `no` are words, as settings use them."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """YAML asks for distinct keys; PyYAML takes the last one of a name."""
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise ComposerError(problem=f"key {key.value!r} is given twice, on lines {lines[name]} and {line}")
-            lines[name] = line
-        return node
-
-
-_Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false|True|False)$"), list("tTfF"))
-
-
-def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig:
-    """A profile (a name in infra/profiles or a YAML file) with `path.to.key=value` overrides (values are YAML).
-
-    Raises BadInput that names each offending key by its path and says what is valid.
-    """
-    path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
-    try:
-        exists = path.is_file()
-    except OSError:  # a name that no file can have
-        exists = False
-    if not exists:
-        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
-        raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
-    try:
-        values = yaml.load(path.read_text(), Loader=_Loader)
-    except OSError as error:
-        raise BadInput(f"profile {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
-        raise BadInput(f"profile {path}: not YAML: {' '.join(str(error).split())}") from None
-    if values is None:  # an empty file
-        values = {}
-    if not isinstance(values, dict):
-        raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
-    return parse_config(TrainConfig, apply_overrides(values, overrides or []), source=os.fspath(path.name))
-
-
-def parse_config[C: Config](kind: type[C], values: dict[str, Any], source: str) -> C:
-    """Validate settings. Raises BadInput with one line a fault."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise BadInput(f"{source}: " + "\n  ".join(_explain(kind, fault) for fault in error.errors())) from None
-
-
-def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """`values` with each `path.to.key=value` put in its place, the last of a path counts; values are YAML."""
-    for override in overrides:
-        _override(values, override)
-    return values
-
-
-def _override(values: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    if not equals or not path:
-        raise BadInput(f"override: {override!r} is not of the form path.to.key=value")
-    *parents, last = path.split(".")
-    for name in parents:
-        child = values.setdefault(name, {})
-        if not isinstance(child, dict):
-            raise BadInput(f"override: {override!r}: {name} is a value, not a group of settings")
-        values = child
-    try:
-        values[last] = yaml.load(value, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = getattr(error, "problem", None) or "not YAML"
-        raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
-
-
-def _explain(kind: type[Config], fault: Any) -> str:
-    path = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return f"{path}: unknown setting; valid here: {', '.join(_siblings(kind, fault['loc']))}"
-    whole = isinstance(fault["input"], dict)  # of settings that do not go together: the message names them
-    hidden = whole or fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
-    given = "" if hidden else f" (got {fault['input']!r})"
-    return f"{path or 'settings'}: {fault['msg'].removeprefix('Value error, ')}{given}"[:2000]
-
-
-def _siblings(model: Any, location: tuple[Any, ...]) -> list[str]:
-    for name in location[:-1]:
-        kinds = [model.model_fields[name].annotation, *get_args(model.model_fields[name].annotation)]
-        model = next(kind for kind in kinds if hasattr(kind, "model_fields"))
-    return sorted(model.model_fields)

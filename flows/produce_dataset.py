@@ -9,8 +9,8 @@ PREFECT_API_URL says which Prefect server is told; infra/events.py documents the
 import argparse
 import sys
 
-from flows.config import parse_config
 from flows.prepare import dataset_of
+from flows.settings import parse_config
 from infra.artifacts import open_artifact
 from infra.config import check_name
 from infra.errors import BadInput

@@ -12,11 +12,11 @@ from flows.config import TrainConfig
 from infra.actors import Engine, EngineSpec, stop_ray
 from infra.adapters import base_name
 from infra.capacity import require_room
+from infra.concurrency import held_slots
 from infra.errors import BadInput
 from infra.models.catalog import fingerprint, prepare_model, vocab_size
 from infra.progress import Progress
 from infra.run import Head, Run, Stage
-from infra.slots import held_slots
 from infra.store import Store
 from infra.tracking import Tracker
 

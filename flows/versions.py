@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from flows.config import TrainConfig, VersionConfig, parse_config
+from flows.config import TrainConfig, VersionConfig
 from flows.session import Session
+from flows.settings import parse_config
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
 from infra.run import Head, Run

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import torch
 import zstandard
 
-from flows.config import load_config
+from flows.settings import load_config
 from infra import policy, policy_read, policy_write
 from infra.artifacts import ArtifactRef
 from infra.codec import frame

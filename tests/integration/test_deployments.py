@@ -14,8 +14,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
-from flows.config import PROFILES
 from flows.failures import default_run
+from flows.settings import PROFILES
 from infra.artifacts import ArtifactRef, open_artifact
 from infra.run import Run
 from infra.server import HOST, LocalPrefect

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from environments import environment_reference
-from flows.config import EvaluateConfig, PublishConfig, TrainConfig, _Loader, parse_config
+from flows.config import EvaluateConfig, PublishConfig, TrainConfig
 from flows.prepare import check_dataset, dataset_of
+from flows.settings import _Loader, parse_config
 from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
 from infra.run import Run

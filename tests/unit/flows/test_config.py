@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
-from flows.config import PROFILES, RESUMABLE, EvaluateConfig, PublishConfig, TrainConfig, load_config, parse_config
+from flows.config import RESUMABLE, EvaluateConfig, PublishConfig, TrainConfig
+from flows.settings import PROFILES, load_config, parse_config
 from infra.errors import BadInput
 
 
@@ -25,7 +27,7 @@ def test_overrides_replace_settings_by_path():
     ("overrides", "message"),
     [
         (["update.learning_rate=1"], r"update\.learning_rate: unknown setting; valid here: .*lr"),
-        (["stepz=3"], r"stepz: unknown setting; valid here: .*steps"),
+        (["stepz=3"], r"^stepz: unknown setting; did you mean steps\? valid here: .*steps"),
         (["steps=0"], r"steps: .*greater than or equal to 1 \(got 0\)"),
         (["run=*x"], r"override: 'run=\*x': .*put quotes around"),
         (["update.lr=[1"], r"override: 'update\.lr=\[1': .*"),
@@ -54,6 +56,15 @@ def test_overrides_replace_settings_by_path():
         ),
         (["rollout.engine={model: x}"], r"rollout\.engine: model is decided by the setting model"),
         (["rollout.engine={max_model_len: 8}"], r"rollout\.engine: max_model_len is decided by rollout\.max_model_len"),
+        (["lr=1"], r"^lr: unknown setting; did you mean warm_start\.lr or update\.lr\? valid here: .*"),
+        (["rollout.max_new_token=5"], r"did you mean rollout\.max_new_tokens.*\? valid here: .*temperature"),
+        (["policy=lora", "lora.targets=linear_qkv"], r"^lora\.targets: a list is expected, as \[linear_qkv\]"),
+        (["lora.rank=8"], r"^lora\.rank is set, but policy is full: set policy to lora, or leave lora out"),
+        (["mxfp8.emulation=true"], r"^mxfp8\.emulation is set, but precision is bf16: set precision to mxfp8"),
+        (
+            ["precision=mxfp8", "mxfp8.emulation=true", "resources.update_gpus=1"],
+            r"^mxfp8\.emulation replaces layers .* but resources\.update_gpus is 1",
+        ),
         (["steps.x=1"], r"steps is a value, not a group of settings"),
         (["steps"], r"not of the form path\.to\.key=value"),
     ],
@@ -254,3 +265,14 @@ def test_tensor_parallelism_that_cuts_mxfp8_s_blocks_is_refused(tmp_path, sizes:
         return
     with pytest.raises(BadInput, match=message):
         config.check_model(tmp_path)
+
+
+def test_a_fault_of_the_profile_names_the_profile_and_one_of_the_command_line_does_not(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("update: {lr: -1}\n")
+    with pytest.raises(BadInput) as refused:
+        load_config(str(path), ["steps=0"])
+    assert str(refused.value).splitlines() == [
+        "steps: Input should be greater than or equal to 1 (got 0)",
+        "  profile mine.yaml: update.lr: Input should be greater than 0 (got -1)",
+    ]

@@ -42,7 +42,7 @@ def test_a_finished_run_started_with_another_dataset_is_told_so(file_store: Stor
 def test_a_dataset_prepared_from_a_shell_gets_the_profiles_model_and_credentials(monkeypatch: pytest.MonkeyPatch):
     given: dict[str, Any] = {}
     monkeypatch.setattr(prepare, "prepare", lambda dataset, store, **others: given.update(others))
-    shell.run("prepare", ["smollm2-cpu", "model=some/folder", "credentials=keys"])
+    shell.validated("prepare", ["smollm2-cpu", "model=some/folder", "credentials=keys"])()
     assert given == {"model": "some/folder", "credentials": "keys"}
 
 

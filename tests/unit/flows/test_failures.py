@@ -1,5 +1,9 @@
 """When a run does not end well: a person is told what to do, and a crash loop ends."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun
@@ -186,10 +190,10 @@ def test_a_persons_start_is_never_refused(tmp_path, monkeypatch):
     ],
 )
 def test_a_shell_prints_one_line_of_a_fault_that_lasts(error: Exception, status: int, tmp_path, monkeypatch, capsys):
-    def fail(name: str, settings: list[str]) -> None:
+    def fail() -> None:
         raise error
 
-    monkeypatch.setattr(shell, "run", fail)
+    monkeypatch.setattr(shell, "validated", lambda name, settings: fail)
     monkeypatch.setattr(shell.signal, "signal", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["flows", "train"])
     monkeypatch.setenv("POLICYFLOW_HOME", str(tmp_path))
@@ -197,3 +201,13 @@ def test_a_shell_prints_one_line_of_a_fault_that_lasts(error: Exception, status:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")  # no server of others' is to be ended
     assert shell.main() == status
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_temporary_server_that_does_not_come_up_is_one_line(tmp_path):
+    soon = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1", "POLICYFLOW_HOME": str(tmp_path)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    command = [sys.executable, "-m", "flows", "train", "smollm2-cpu", f"store={tmp_path}/store"]
+    ended = subprocess.run(command, env=kept | soon, capture_output=True, text=True)
+    assert ended.returncode == 1 and not (tmp_path / "store").exists()
+    assert ended.stderr.startswith("error: Prefect's temporary server did not start within 1 s")
+    assert ended.stderr.count("\n") == 1 and "PREFECT_API_URL" in ended.stderr

@@ -10,7 +10,8 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.deployment_triggers import DeploymentTriggerTypes
 from pydantic import TypeAdapter
 
-from flows.config import PROFILES, EvaluateConfig, PublishConfig, TrainConfig, load_config
+from flows.config import EvaluateConfig, PublishConfig, TrainConfig
+from flows.settings import PROFILES, load_config
 from infra import workspace
 from infra.events import EVENTS
 from tasks.dataset.config import DatasetConfig

@@ -10,7 +10,7 @@ import pytest
 from flows import __main__ as shell
 from flows import session as sessions
 from flows import train
-from flows.config import load_config
+from flows.settings import load_config
 from infra import actors, capacity
 from infra.models.catalog import fingerprint
 from infra.run import Run

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from flows import session as sessions
-from flows.config import load_config
 from flows.session import Session, open_session
+from flows.settings import load_config
 from infra.actors import Engine, EngineSpec
 from infra.errors import BadInput
 from infra.run import Run

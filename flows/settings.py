@@ -1,0 +1,142 @@
+"""From a profile and `path.to.key=value` to settings; what is wrong with them is said in a line each."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from yaml.composer import ComposerError
+
+from flows.config import TrainConfig
+from infra.config import Config
+from infra.errors import BadInput
+
+PROFILES = Path(__file__).parent.parent / "infra" / "profiles"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans: `off`, `on`, `yes` and `no` are words, as settings use them."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """YAML asks for distinct keys; PyYAML takes the last one of a name."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ComposerError(problem=f"key {key.value!r} is given twice, on lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false|True|False)$"), list("tTfF"))
+
+
+def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig:
+    """A profile (a name in infra/profiles or a YAML file) with `path.to.key=value` overrides (values are YAML).
+
+    Raises BadInput that names each offending key by its path and says what is valid.
+    """
+    path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
+    try:
+        exists = path.is_file()
+    except OSError:  # a name that no file can have
+        exists = False
+    if not exists:
+        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
+        raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
+    try:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except OSError as error:
+        raise BadInput(f"profile {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date that is none
+        raise BadInput(f"profile {path}: not YAML: {' '.join(str(error).split())}") from None
+    if values is None:  # an empty file
+        values = {}
+    if not isinstance(values, dict):
+        raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
+    given = {override.partition("=")[0] for override in overrides or []}
+    return parse_config(TrainConfig, apply_overrides(values, overrides or []), f"profile {os.fspath(path.name)}", given)
+
+
+def parse_config[C: Config](
+    kind: type[C], values: dict[str, Any], source: str | None = None, given: Set[str] = frozenset()
+) -> C:
+    """Validate settings. Raises BadInput with one line a fault, which names the `source` but for what was `given` besides."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for fault in error.errors():
+            path = ".".join(str(part) for part in fault["loc"])
+            elsewhere = any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in given)
+            of_source = bool(source and path) and not elsewhere
+            lines.append(f"{source}: {_explain(kind, fault)}" if of_source else _explain(kind, fault))
+        raise BadInput("\n  ".join(lines)) from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`values` with each `path.to.key=value` put in its place, the last of a path counts; values are YAML."""
+    for override in overrides:
+        _override(values, override)
+    return values
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise BadInput(f"override: {override!r} is not of the form path.to.key=value")
+    *parents, last = path.split(".")
+    for name in parents:
+        child = values.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise BadInput(f"override: {override!r}: {name} is a value, not a group of settings")
+        values = child
+    try:
+        values[last] = yaml.load(value, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        reason = getattr(error, "problem", None) or "not YAML"
+        raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
+
+
+def _explain(kind: type[Config], fault: Any) -> str:
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return _unknown(kind, fault["loc"])
+    whole = isinstance(fault["input"], dict)  # of settings that do not go together: the message names them
+    hidden = whole or fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
+    given = "" if hidden else f" (got {fault['input']!r})"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] in ("tuple_type", "list_type", "set_type"):
+        message = (
+            f"a list is expected, as [{fault['input']}]" if isinstance(fault["input"], str) else "a list is expected"
+        )
+    return f"{path}: {message}{given}"[:2000] if path else f"{message}{given}"[:2000]
+
+
+def _unknown(kind: type[Config], location: tuple[Any, ...]) -> str:
+    """An unknown setting: what it may have meant, and what there is beside it."""
+    path = ".".join(str(part) for part in location)
+    known = dict(_settings(kind))
+    same = [name for name in known if name.rpartition(".")[2] == str(location[-1])]
+    meant = same or difflib.get_close_matches(path, known, n=3, cutoff=0.7)
+    siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == path.rpartition(".")[0])
+    guess = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    return f"{path}: unknown setting{guess}{'' if meant else ';'} valid here: {', '.join(siblings)}"
+
+
+def _settings(kind: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, field) of every setting, groups and what is in them."""
+    for name, field in kind.model_fields.items():
+        yield f"{above}{name}", field
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, Config):
+                yield from _settings(inner, f"{above}{name}.")
