@@ -24,7 +24,7 @@ SEGMENT, SHARED = 1 << 21, 1 << 20
 """Words of a segment, of one tensor and of several: these are copied together."""
 _ALONE = 1 << 17
 """Words from which a tensor shares no segment: it has statistics of its own, and need not be copied into a row."""
-FORMAT, _STORED = 5, 2
+FORMAT, _STORED = 6, 2
 """Kinds of frame: coded, by this version of the code; stored."""
 _EVENTS, _TOKENS, _RAW = range(3)
 """What a segment has: changes by bucket and raw bits of theirs; a token for each word; its words as they are."""
@@ -34,7 +34,7 @@ _MUCH = 0.13
 """Share of changed words from which a segment has a token for each."""
 _NARROW = 1 << 31
 """Words of a tensor up to which positions are int32."""
-_HEADER = "<BIIIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
+_HEADER = "<BIQIII"  # kind of frame; bytes of head and segments; segments, table entries, streams
 
 
 @dataclass
