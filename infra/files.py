@@ -15,6 +15,9 @@ from infra.store import Buffer
 _NO_PLACE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP}
 """What the system says of a path under which nothing can ever be written."""
 
+_CHANGED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
+"""What the system says of a folder in which others write or delete."""
+
 
 class Files:
     """The backend of file://; paths are absolute. Names that begin with a dot are its own: temporary files, locks."""
@@ -93,11 +96,16 @@ class Files:
 
     def delete(self, path: str) -> None:
         """Remove a file, or a folder and all below."""
-        with _access(path), suppress(FileNotFoundError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+        with _access(path):
+            while os.path.lexists(path):
+                try:
+                    if os.path.isdir(path) and not os.path.islink(path):
+                        shutil.rmtree(path)
+                    else:
+                        os.unlink(path)
+                except OSError as error:
+                    if error.errno not in _CHANGED:
+                        raise
 
 
 class _FileSink:
@@ -132,16 +140,17 @@ def _make_folder(folder: str) -> None:
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
-    _make_folder(parent)
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
+    for _ in range(100):  # another may be deleting the parent, again and again
+        _make_folder(parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            continue
+        _sync_folder(parent)
         return
-    except FileNotFoundError:  # as /proc says
-        if not os.path.isdir(parent):
-            raise
-        raise BadInput(f"file://{folder}: no folder can be made in {parent}; choose another store") from None
-    _sync_folder(parent)
+    raise BadInput(f"file://{folder}: no folder can be made in {parent}; choose another store")  # as /proc says
 
 
 def _sync_folder(folder: str) -> None:
