@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from infra import tombstones
-from infra.errors import BadInput, Corrupted, Transient
+from infra.errors import BadInput, Corrupted, Missing, Replaced, Transient
 from infra.manifest import (
     MANIFEST,
     SHARED,
@@ -247,7 +247,8 @@ class ArtifactWriter:
         """Take the artifact of the writer that was first as this one's; None when there is none."""
         winner = _read_manifest(self.store)
         if winner is not None:
-            self._is_garbage, self.adopted = True, True
+            # It may be this one's own: the put's reply was lost, and the manifest was touched since.
+            self._is_garbage, self.adopted = winner.folder != self.folder, True
             # Whoever else is writing will find the manifest too: nobody can need the others any more.
             kept = winner.places
             for key in self._shared:
@@ -359,7 +360,7 @@ class Artifact:
         try:
             data = self.store.buffer(self.manifest.place(name))
         except FileNotFoundError as error:
-            open_artifact(self.ref)  # BadInput: it was deleted since
+            open_artifact(self.ref)  # Missing: it was deleted since
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:
             raise Corrupted(f"{name} of {self.ref.uri} is damaged: {len(data)} bytes, {entry.bytes} were written")
@@ -369,12 +370,12 @@ class Artifact:
 
 
 def open_artifact(ref: ArtifactRef) -> Artifact:
-    """Reads the manifest. BadInput when there is no such artifact, Corrupted when it is not the one referred to."""
+    """Reads the manifest. Missing when there is no such artifact, Replaced when it is not the one referred to."""
     manifest = _read_manifest(Store.at(ref.uri))
     if manifest is None:
-        raise BadInput(f"there is no artifact at {ref.uri}")
+        raise Missing(f"there is no artifact at {ref.uri}")
     if manifest.digest != ref.digest or manifest.kind != ref.kind:
-        raise Corrupted(
+        raise Replaced(
             f"{ref.uri}/{MANIFEST} is another artifact than the ref's: {manifest.kind} {manifest.digest}, expected "
             f"{ref.kind} {ref.digest}"
         )
