@@ -67,20 +67,28 @@ class S3:
         return self._get(path)[0]
 
     def _get(self, path: str) -> tuple[bytearray, str]:
-        """The object and its ETag, of one moment: the object may be a pointer that others replace."""
+        """The object and its ETag, of one moment: the object may be a pointer that others replace, or be put again."""
+        for _ in range(ATTEMPTS):
+            with suppress(_ConditionFailedError):  # between two of its ranges
+                return self._get_once(path)
+        raise Transient(f"s3://{path}: it was replaced again and again while it was read")
+
+    def _get_once(self, path: str) -> tuple[bytearray, str]:
         bucket, _, key = path.partition("/")
 
-        async def get(**arguments: str) -> tuple[bytes | None, int, str]:
+        async def get(span: tuple[str, int] | None, **arguments: str) -> tuple[bytes | None, int, str]:
             reply = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **arguments)
             async with reply["Body"] as body:
                 size = reply["ContentLength"]
+                if span is not None and (got := (reply.get("ContentRange"), size)) != span:
+                    raise ConnectionError(f"asked for {span[0]}, {span[1]} bytes; the reply is {got[0]}, {size} bytes")
                 data = await body.read() if size <= PART_BYTES else None
                 if data is not None and len(data) != size:
                     raise ConnectionError(f"read {len(data)} of {size} bytes")
                 return data, size, reply["ETag"]
 
-        def fetch(**arguments: str) -> tuple[bytes | None, int, str]:
-            return _retry(path, lambda: sync(self.fs.loop, get, **arguments))
+        def fetch(span: tuple[str, int] | None = None, **arguments: str) -> tuple[bytes | None, int, str]:
+            return _retry(path, lambda: sync(self.fs.loop, get, span, **arguments))
 
         data, size, etag = fetch()
         if data is not None:
@@ -91,7 +99,8 @@ class S3:
 
         def place(start: int) -> None:
             end = min(start + PART_BYTES, size)
-            view[start:end] = fetch(Range=f"bytes={start}-{end - 1}", IfMatch=etag)[0] or b""
+            span = f"bytes {start}-{end - 1}/{size}", end - start
+            view[start:end] = fetch(span, Range=f"bytes={start}-{end - 1}", IfMatch=etag)[0] or b""
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(place, range(0, size, PART_BYTES)))

@@ -1,0 +1,89 @@
+"""One fault at one request of a real S3 server, where it hurts most."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from infra import s3, tombstones
+from infra.artifacts import open_artifact
+from infra.run import Run
+from infra.s3_server import S3Server
+from infra.store import Store
+from tasks.sync.retention import pin, pinned
+from tests.faulty_s3 import FaultyS3
+
+DATA = random.Random(0).randbytes(12 * 2**20 + 3)
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3, "FIRST_DELAY_S", 0.02)
+
+
+@pytest.fixture
+def faulty(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    with FaultyS3(s3_server.endpoint, rate=0.0) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+def once(fault: str, method: str, part: str, number: int = 0) -> Callable[[str, str], str | None]:
+    """The fault of request `number` of a method whose path has `part`."""
+    seen = iter(range(1000))
+    return lambda by, path: fault if by == method and part in path and next(seen) == number else None
+
+
+@pytest.mark.parametrize("fault", ["short range", "wrong range", "cut short", "reset"])
+def test_a_range_that_is_not_what_was_asked_for_is_read_again(faulty: FaultyS3, fault: str) -> None:
+    store = Store.at("s3://test/range")
+    store.put("x", DATA)
+    faulty.aim = once(fault, "GET", "/range/x", number=2)
+    assert store.read("x") == DATA
+    assert faulty.done[fault] == 1
+
+
+def test_an_object_that_is_replaced_between_two_ranges_is_read_anew(
+    faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shared file is by a publisher that comes late: the same bytes, another ETag where the bucket encrypts."""
+    store, retry, replies = Store.at("s3://test/replaced"), s3._retry, list[str]()
+    store.put("x", bytes(len(DATA)))
+
+    def replacing[T](path: str, call: Callable[[], T]) -> T:
+        found = retry(path, call)
+        replies.append(path)
+        if len(replies) == 1:
+            store.put("x", DATA)
+        return found
+
+    monkeypatch.setattr(s3, "_retry", replacing)
+    assert store.read("x") == DATA
+
+
+def test_a_commit_whose_reply_was_lost_keeps_its_files_when_it_is_touched_meanwhile(
+    faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sleep = Store.at("s3://test/touched"), time.sleep
+
+    def touching(seconds: float) -> None:
+        sleep(seconds)
+        ref = store.find("x")
+        assert ref is not None and tombstones.touch(ref)
+
+    monkeypatch.setattr(time, "sleep", touching)
+    faulty.aim = once("lost reply", "PUT", "/touched/x/manifest.json")
+    with store.write("x", "sample") as writer:
+        writer.bytes("blob", b"1")
+    assert open_artifact(writer.ref).bytes("blob") == b"1"
+
+
+def test_a_pin_is_seen_though_lists_lag(faulty: FaultyS3) -> None:
+    run = Run(store="s3://test/pins", name="r")
+    pin(run, "a", "s3://test/pins/a")
+    assert pinned(run) == {"s3://test/pins/a"}
+    pin(run, "b", "s3://test/pins/b")
+    faulty.aim = lambda method, path: "stale list" if "list-type" in path else None
+    assert pinned(run) == {"s3://test/pins/a", "s3://test/pins/b"}
