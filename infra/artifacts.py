@@ -139,7 +139,7 @@ class ArtifactWriter:
     def include(self, other: Written) -> None:
         """Commit another process's files with this one's. Both are `resumable`."""
         if other.files and other.folder != self.folder:
-            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
+            raise self._deleted()
         for entry in other.files:
             self._check(entry.name)
             self._files[entry.name] = entry
@@ -205,9 +205,9 @@ class ArtifactWriter:
                 self._commit()
                 return False
             # A racing writer that has won sweeps the others' files, maybe while they are being written.
-            return isinstance(error, FileNotFoundError) and self._adopt() is not None
-        except FileNotFoundError:
-            if self._adopt() is None:
+            return isinstance(error, FileNotFoundError) and self._swept(error)
+        except FileNotFoundError as missing:
+            if not self._swept(missing):
                 raise
             return False
         finally:
@@ -239,9 +239,20 @@ class ArtifactWriter:
             return
         winner = self._adopt()
         if winner is None:
-            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
+            raise self._deleted()
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
+
+    def _swept(self, missing: FileNotFoundError) -> bool:
+        """Whether another's commit is why something is missing: that is adopted. Transient when a collection is."""
+        if self._adopt() is not None:
+            return True
+        if self.resumable and tombstones.find(self.store) != self._before:
+            raise self._deleted() from missing
+        return False
+
+    def _deleted(self) -> Transient:
+        return Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
 
     def _adopt(self) -> Manifest | None:
         """Take the artifact of the writer that was first as this one's; None when there is none."""
@@ -261,14 +272,17 @@ class ArtifactWriter:
     def _sweep(self, kept: set[str]) -> None:
         """Drop what writers that died, or will lose, left under this key."""
         with suppress(Exception):
-            keys = self.store.keys("")
-            folders = {key.partition("/")[0] for key in keys}
+            keys, uploads = self.store.keys(""), self.store.uploads("")
+            folders = {key.partition("/")[0] for key in [*keys, *uploads]}
             for folder in folders - {self.folder}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
             for key in keys:  # of no later life of the key: this may come late
                 if key.partition("/")[0] in {self.folder, SHARED} and key not in kept:
                     self.store.delete(key)
+            for key in uploads:
+                if key.partition("/")[0] in {self.folder, SHARED}:
+                    self.store.abort(key)
 
 
 class _HashingFile:

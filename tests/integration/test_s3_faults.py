@@ -8,6 +8,7 @@ import pytest
 
 from infra import s3, tombstones
 from infra.artifacts import open_artifact
+from infra.errors import Transient
 from infra.run import Run
 from infra.s3_server import S3Server
 from infra.store import Store
@@ -87,3 +88,35 @@ def test_a_pin_is_seen_though_lists_lag(faulty: FaultyS3) -> None:
     pin(run, "b", "s3://test/pins/b")
     faulty.aim = lambda method, path: "stale list" if "list-type" in path else None
     assert pinned(run) == {"s3://test/pins/a", "s3://test/pins/b"}
+
+
+def test_a_commit_drops_what_writers_that_were_killed_have_sent(store: Store) -> None:
+    keys = ["x/files-1/blob", "x/shared/blob", "x/shared/other", "y/shared/blob"]
+    killed = [store.open(key) for key in keys]
+    for sink in killed:
+        sink.write(DATA)
+    assert (store.uploads(), store.keys()) == (keys, []), "on S3 their parts are billed"
+    with store.write("x", "sample", resumable=True) as writer:
+        writer.bytes("blob", DATA)
+    assert store.uploads() == ["y/shared/blob"], "of another artifact"
+    for sink in killed[:3]:  # one that was suspended, and is not dead, is told
+        with pytest.raises(FileNotFoundError):
+            sink.close()
+    store.delete("y")
+    assert store.uploads() == []
+    assert open_artifact(writer.ref).bytes("blob") == DATA
+
+
+def test_who_may_not_list_uploads_commits_and_collects(faulty: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store.at("s3://test/no-right")
+    faulty.aim = lambda method, path: "refused" if "?uploads" in path and method == "GET" else None
+    with store.write("x", "sample", resumable=True) as writer:
+        writer.bytes("blob", b"1")
+    assert open_artifact(writer.ref).bytes("blob") == b"1"
+    assert store.uploads() == [] and "billed" in caplog.text
+
+
+def test_a_writer_whose_key_was_deleted_is_told_so(store: Store) -> None:
+    with pytest.raises(Transient, match="x was deleted"), store.write("x", "sample", resumable=True):
+        assert tombstones.bury(store / "x", None)
+        raise FileNotFoundError("a part of an upload that was dropped")

@@ -153,6 +153,17 @@ def test_pins_that_are_written_at_once_are_all_kept(tmp_path: Path) -> None:
     assert retention.pinned(run) == {f"{run.store}/v{i}" for i in range(8, 16)}
 
 
+def test_a_collection_drops_what_a_publisher_has_sent_that_was_killed_in_its_first_file(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, SyncConfig(anchor_every=3))
+    chain.publish(7)
+    steps = Store.at(chain.run.store) / "runs/r/steps"
+    killed = [steps.open(f"0000{number}/policy-killed/shared/model") for number in (2, 7)]
+    drop_old_versions(chain.run, chain.refs[6], keep=1)
+    assert steps.uploads() == ["00007/policy-killed/shared/model"], "that one may go on"
+    with pytest.raises(FileNotFoundError):
+        killed[0].close()
+
+
 def test_an_upload_of_an_old_version_that_goes_on_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
