@@ -6,6 +6,7 @@ import errno
 from infra.errors import BadInput, Transient
 
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401"}
+_REFUSED |= {"400"}  # a reply to HEAD has no body: all that is said of an expired token
 _LOST = {"PreconditionFailed", "412"}
 _PASSING = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "ConditionalRequestConflict"}
 _PASSING_ERRNO = {errno.EBUSY, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ECONNREFUSED}

@@ -8,7 +8,7 @@ import pytest
 
 from infra import s3, tombstones
 from infra.artifacts import open_artifact
-from infra.errors import Transient
+from infra.errors import BadInput, Transient
 from infra.run import Run
 from infra.s3_server import S3Server
 from infra.store import Store
@@ -79,6 +79,15 @@ def test_a_commit_whose_reply_was_lost_keeps_its_files_when_it_is_touched_meanwh
     with store.write("x", "sample") as writer:
         writer.bytes("blob", b"1")
     assert open_artifact(writer.ref).bytes("blob") == b"1"
+
+
+@pytest.mark.parametrize("fault", ["expired", "refused"])
+def test_credentials_that_expire_are_named_at_every_kind_of_request(faulty: FaultyS3, fault: str) -> None:
+    store = Store.at("s3://test/expire")
+    faulty.aim = lambda method, path: fault
+    for call in (store.read, store.size, store.find, store.keys, store.delete, lambda key: store.put(key, b"")):
+        with pytest.raises(BadInput, match="s3://test/expire/x.*AWS_ACCESS_KEY_ID"):
+            call("x")
 
 
 def test_a_pin_is_seen_though_lists_lag(faulty: FaultyS3) -> None:
