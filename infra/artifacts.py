@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from infra import tombstones
-from infra.errors import BadInput, Corrupted, Transient
+from infra.errors import BadInput, Corrupted, Missing, Replaced, Transient
 from infra.manifest import (
     MANIFEST,
     SHARED,
@@ -139,7 +139,7 @@ class ArtifactWriter:
     def include(self, other: Written) -> None:
         """Commit another process's files with this one's. Both are `resumable`."""
         if other.files and other.folder != self.folder:
-            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
+            raise self._deleted()
         for entry in other.files:
             self._check(entry.name)
             self._files[entry.name] = entry
@@ -205,9 +205,9 @@ class ArtifactWriter:
                 self._commit()
                 return False
             # A racing writer that has won sweeps the others' files, maybe while they are being written.
-            return isinstance(error, FileNotFoundError) and self._adopt() is not None
-        except FileNotFoundError:
-            if self._adopt() is None:
+            return isinstance(error, FileNotFoundError) and self._swept(error)
+        except FileNotFoundError as missing:
+            if not self._swept(missing):
                 raise
             return False
         finally:
@@ -239,15 +239,27 @@ class ArtifactWriter:
             return
         winner = self._adopt()
         if winner is None:
-            raise Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
+            raise self._deleted()
         if winner.digest != manifest.digest:
             _log.warning("%s was written first by another writer, with other content; that one counts", self.store.url)
+
+    def _swept(self, missing: FileNotFoundError) -> bool:
+        """Whether another's commit is why something is missing: that is adopted. Transient when a collection is."""
+        if self._adopt() is not None:
+            return True
+        if self.resumable and tombstones.find(self.store) != self._before:
+            raise self._deleted() from missing
+        return False
+
+    def _deleted(self) -> Transient:
+        return Transient(f"{self.store.url} was deleted while it was written, and what had been written of it")
 
     def _adopt(self) -> Manifest | None:
         """Take the artifact of the writer that was first as this one's; None when there is none."""
         winner = _read_manifest(self.store)
         if winner is not None:
-            self._is_garbage, self.adopted = True, True
+            # It may be this one's own: the put's reply was lost, and the manifest was touched since.
+            self._is_garbage, self.adopted = winner.folder != self.folder, True
             # Whoever else is writing will find the manifest too: nobody can need the others any more.
             kept = winner.places
             for key in self._shared:
@@ -260,14 +272,17 @@ class ArtifactWriter:
     def _sweep(self, kept: set[str]) -> None:
         """Drop what writers that died, or will lose, left under this key."""
         with suppress(Exception):
-            keys = self.store.keys("")
-            folders = {key.partition("/")[0] for key in keys}
+            keys, uploads = self.store.keys(""), self.store.uploads("")
+            folders = {key.partition("/")[0] for key in [*keys, *uploads]}
             for folder in folders - {self.folder}:
                 if folder.startswith("files-"):
                     self.store.delete(folder)
             for key in keys:  # of no later life of the key: this may come late
                 if key.partition("/")[0] in {self.folder, SHARED} and key not in kept:
                     self.store.delete(key)
+            for key in uploads:
+                if key.partition("/")[0] in {self.folder, SHARED}:
+                    self.store.abort(key)
 
 
 class _HashingFile:
@@ -359,7 +374,7 @@ class Artifact:
         try:
             data = self.store.buffer(self.manifest.place(name))
         except FileNotFoundError as error:
-            open_artifact(self.ref)  # BadInput: it was deleted since
+            open_artifact(self.ref)  # Missing: it was deleted since
             raise Corrupted(f"{name} of {self.ref.uri} is missing") from error
         if len(data) != entry.bytes:
             raise Corrupted(f"{name} of {self.ref.uri} is damaged: {len(data)} bytes, {entry.bytes} were written")
@@ -369,12 +384,12 @@ class Artifact:
 
 
 def open_artifact(ref: ArtifactRef) -> Artifact:
-    """Reads the manifest. BadInput when there is no such artifact, Corrupted when it is not the one referred to."""
+    """Reads the manifest. Missing when there is no such artifact, Replaced when it is not the one referred to."""
     manifest = _read_manifest(Store.at(ref.uri))
     if manifest is None:
-        raise BadInput(f"there is no artifact at {ref.uri}")
+        raise Missing(f"there is no artifact at {ref.uri}")
     if manifest.digest != ref.digest or manifest.kind != ref.kind:
-        raise Corrupted(
+        raise Replaced(
             f"{ref.uri}/{MANIFEST} is another artifact than the ref's: {manifest.kind} {manifest.digest}, expected "
             f"{ref.kind} {ref.digest}"
         )

@@ -5,12 +5,20 @@ class BadInput(ValueError):
     """What the user gave is wrong. The message names the thing and what would be right; retrying cannot help."""
 
 
+class Missing(BadInput):
+    """There is no such artifact, or none any more. Unlike other bad input, the store itself has said so."""
+
+
 class Lasting(RuntimeError):
     """A fault that the same work meets again, with an engine that is as it was before: retrying cannot help."""
 
 
 class Corrupted(Lasting):
     """Stored bytes are not those that were written. The message names the file."""
+
+
+class Replaced(Corrupted):
+    """Another artifact lies where the one referred to was."""
 
 
 class Mismatch(Lasting):

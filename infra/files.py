@@ -2,8 +2,10 @@
 
 import errno
 import fcntl
+import glob
 import mmap
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator
@@ -14,6 +16,11 @@ from infra.store import Buffer
 
 _NO_PLACE = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP}
 """What the system says of a path under which nothing can ever be written."""
+
+_TEMPORARY = re.compile(r"(.*)/\.([^/]+)\.[0-9a-f]{32}\.tmp")
+"""What `open` writes to: folder and name of the file that it will be."""
+_CHANGED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
+"""What the system says of a folder in which others write or delete."""
 
 
 class Files:
@@ -37,7 +44,7 @@ class Files:
             _make_folder(folder)
             if os.path.exists(path):
                 raise FileExistsError(path)
-            return _FileSink(f"{folder}/.{uuid.uuid4().hex}.tmp", path)
+            return _FileSink(f"{folder}/.{os.path.basename(path)}.{uuid.uuid4().hex}.tmp", path)
 
     def put(self, path: str, data: bytes) -> None:
         """Rename a finished file over the name."""
@@ -91,13 +98,37 @@ class Files:
         with _access(path):
             return [f"{folder}/{name}" for folder, _, names in os.walk(path) for name in names]
 
+    def uploads(self, path: str) -> list[str]:
+        """Paths of files below a folder whose sink was not closed."""
+        return [final for final, _ in self._uploads(path) if final != path]
+
+    def abort(self, path: str) -> None:
+        """Drop what sinks that were not closed have written of a file, or below a folder."""
+        for _, temporary in self._uploads(path):
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def _uploads(self, path: str) -> list[tuple[str, str]]:
+        """(Path of the file that it will be, path of the temporary file)."""
+        with _access(path):
+            beside = f"{glob.escape(os.path.dirname(path))}/.*.tmp"
+            names = self.keys(path) if os.path.isdir(path) else glob.glob(beside)
+        found = [(f"{at[1]}/{at[2]}", name) for name in names if (at := _TEMPORARY.fullmatch(name))]
+        return [(final, name) for final, name in found if final == path or final.startswith(f"{path}/")]
+
     def delete(self, path: str) -> None:
         """Remove a file, or a folder and all below."""
-        with _access(path), suppress(FileNotFoundError):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+        self.abort(path)
+        with _access(path):
+            while os.path.lexists(path):
+                try:
+                    if os.path.isdir(path) and not os.path.islink(path):
+                        shutil.rmtree(path)
+                    else:
+                        os.unlink(path)
+                except OSError as error:
+                    if error.errno not in _CHANGED:
+                        raise
 
 
 class _FileSink:
@@ -132,16 +163,17 @@ def _make_folder(folder: str) -> None:
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
-    _make_folder(parent)
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
+    for _ in range(100):  # another may be deleting the parent, again and again
+        _make_folder(parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            continue
+        _sync_folder(parent)
         return
-    except FileNotFoundError:  # as /proc says
-        if not os.path.isdir(parent):
-            raise
-        raise BadInput(f"file://{folder}: no folder can be made in {parent}; choose another store") from None
-    _sync_folder(parent)
+    raise BadInput(f"file://{folder}: no folder can be made in {parent}; choose another store")  # as /proc says
 
 
 def _sync_folder(folder: str) -> None:

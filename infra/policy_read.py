@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from infra import policy
 from infra.artifacts import ArtifactRef, open_artifact
-from infra.errors import BadInput, Corrupted
+from infra.errors import BadInput, Corrupted, Missing
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -33,14 +33,16 @@ def chain(ref: ArtifactRef, have: str | None = None) -> Chain:
     """
     path: Chain = []
     best: Chain | None = None
+    closed: Exception | None = None
     cheapest, spent = float("inf"), 0
     at: ArtifactRef | None = ref
     while at is not None and spent < cheapest:
         try:
             what = policy.describe(at)
-        except (BadInput, Corrupted):
+        except (Missing, Corrupted) as fault:
             if at is ref:
                 raise
+            closed = fault
             break
         if what.policy_digest == have and what.form != "adapter":
             return path[::-1]
@@ -54,7 +56,7 @@ def chain(ref: ArtifactRef, have: str | None = None) -> Chain:
         spent += sum(frame.bytes for frame in what.frames or [])
         at = what.parent
     if best is None:
-        raise BadInput(f"{ref.uri} cannot be read: no full version is left that its deltas lead to")
+        raise BadInput(f"{ref.uri} cannot be read: no full version is left that its deltas lead to") from closed
     return best
 
 

@@ -138,13 +138,13 @@ def delta_part(
         return Part(writer.written(), infos, delta.frames)
 
 
-def _fitting(tensors: Tensors, base: policy.PolicyVersion) -> "Iterator[tuple[str, Tensor]]":
+def _fitting[T: "Tensor | policy.TensorInfo"](
+    tensors: Iterable[tuple[str, T]], base: policy.PolicyVersion
+) -> Iterator[tuple[str, T]]:
     """The tensors, which must be those of the version, but for their values. BadInput names one that is not."""
-    from infra.tensors import dtype_name
-
     missing = dict(base.tensors)
     for name, tensor in tensors:
-        info, dtype, shape = missing.pop(name, None), dtype_name(tensor.dtype), list(tensor.shape)
+        info, dtype, shape = missing.pop(name, None), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         if info is None or (info.dtype, info.shape) != (dtype, shape):
             raise BadInput(f"tensor {name!r} ({dtype} {shape}): the parent has no such one")
         yield name, tensor
@@ -190,6 +190,12 @@ def commit(
                 frames.append(part.frames)
         if not tensors:
             raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
+        before = policy.describe(parent) if parent is not None else None
+        if before is not None and (before.form == "adapter") == (form == "adapter"):
+            for _ in _fitting(
+                tensors.items(), before
+            ):  # an export may have lost one, or come without a process's share
+                pass
         what = policy.PolicyVersion(
             version=version, form=form, step=step, base=base, parent=parent, tensors=tensors,
             frames=[entry for part in frames for entry in part] if frames else None, policy_digest=policy.policy_digest(tensors),

@@ -1,7 +1,6 @@
 """s3:// for infra/store.py: conditional puts, streamed multipart uploads, ranged reads, and one layer of retries."""
 
-import asyncio
-import errno
+import logging
 import os
 import random
 import threading
@@ -16,17 +15,14 @@ from typing import Any
 from fsspec.asyn import sync
 
 from infra.errors import BadInput, Transient
+from infra.s3_faults import ConditionFailed, classify
 from infra.store import Buffer
 
+_log = logging.getLogger(__name__)
 ATTEMPTS = 6
 FIRST_DELAY_S = 0.2
 PART_BYTES = 16 * 2**20  # S3 takes at least 5 MiB a part and 10,000 parts: objects up to 160 GB
 CONCURRENCY = 4
-
-_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401"}
-_LOST = {"PreconditionFailed", "412"}
-_PASSING = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "ConditionalRequestConflict"}
-_PASSING_ERRNO = {errno.EBUSY, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ECONNREFUSED}
 
 
 def connect() -> "S3":
@@ -67,20 +63,28 @@ class S3:
         return self._get(path)[0]
 
     def _get(self, path: str) -> tuple[bytearray, str]:
-        """The object and its ETag, of one moment: the object may be a pointer that others replace."""
+        """The object and its ETag, of one moment: the object may be a pointer that others replace, or be put again."""
+        for _ in range(ATTEMPTS):
+            with suppress(ConditionFailed):  # between two of its ranges
+                return self._get_once(path)
+        raise Transient(f"s3://{path}: it was replaced again and again while it was read")
+
+    def _get_once(self, path: str) -> tuple[bytearray, str]:
         bucket, _, key = path.partition("/")
 
-        async def get(**arguments: str) -> tuple[bytes | None, int, str]:
+        async def get(span: tuple[str, int] | None, **arguments: str) -> tuple[bytes | None, int, str]:
             reply = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, **arguments)
             async with reply["Body"] as body:
                 size = reply["ContentLength"]
+                if span is not None and (got := (reply.get("ContentRange"), size)) != span:
+                    raise ConnectionError(f"asked for {span[0]}, {span[1]} bytes; the reply is {got[0]}, {size} bytes")
                 data = await body.read() if size <= PART_BYTES else None
                 if data is not None and len(data) != size:
                     raise ConnectionError(f"read {len(data)} of {size} bytes")
                 return data, size, reply["ETag"]
 
-        def fetch(**arguments: str) -> tuple[bytes | None, int, str]:
-            return _retry(path, lambda: sync(self.fs.loop, get, **arguments))
+        def fetch(span: tuple[str, int] | None = None, **arguments: str) -> tuple[bytes | None, int, str]:
+            return _retry(path, lambda: sync(self.fs.loop, get, span, **arguments))
 
         data, size, etag = fetch()
         if data is not None:
@@ -91,7 +95,8 @@ class S3:
 
         def place(start: int) -> None:
             end = min(start + PART_BYTES, size)
-            view[start:end] = fetch(Range=f"bytes={start}-{end - 1}", IfMatch=etag)[0] or b""
+            span = f"bytes {start}-{end - 1}/{size}", end - start
+            view[start:end] = fetch(span, Range=f"bytes={start}-{end - 1}", IfMatch=etag)[0] or b""
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(place, range(0, size, PART_BYTES)))
@@ -129,7 +134,7 @@ class S3:
         token = uuid.uuid4().hex
         try:
             self.call("put_object", path, Body=data, Metadata={"put": token}, **condition)
-        except (FileExistsError, _ConditionFailedError):
+        except (FileExistsError, ConditionFailed):
             return self.call("head_object", path).get("Metadata", {}).get("put") == token
         return True
 
@@ -148,8 +153,35 @@ class S3:
 
     def delete(self, path: str) -> None:
         """Remove an object, or all below a folder."""
+        self.abort(path)  # first: what ends meanwhile is found below
         for key in {path, *self.keys(path)}:
             self.call("delete_object", key)
+
+    def uploads(self, path: str) -> list[str]:
+        """Paths of objects below a folder whose upload in parts has not ended."""
+        return [at for at, _ in self._uploads(path) if at != path]
+
+    def abort(self, path: str) -> None:
+        """Drop the parts of all unfinished uploads of an object, or below a folder."""
+        for at, upload in self._uploads(path):
+            with suppress(FileNotFoundError):  # it has ended
+                self.call("abort_multipart_upload", at, UploadId=upload)
+
+    def _uploads(self, path: str) -> list[tuple[str, str]]:
+        bucket, _, key = path.partition("/")
+        found: list[tuple[str, str]] = []
+        page: dict[str, Any] = {"Prefix": key}
+        while True:
+            try:
+                reply = _retry(path, lambda page=page: self.fs.call_s3("list_multipart_uploads", Bucket=bucket, **page))
+            except BadInput as fault:  # a right of its own
+                _log.warning("what uploads that died have left stays, and is billed: %s", fault)
+                return found
+            items = [(f"{bucket}/{item['Key']}", item["UploadId"]) for item in reply.get("Uploads", [])]
+            found += [(at, upload) for at, upload in items if at == path or at.startswith(f"{path}/")]
+            if not reply.get("IsTruncated"):
+                return found
+            page |= {"KeyMarker": reply["NextKeyMarker"], "UploadIdMarker": reply["NextUploadIdMarker"]}
 
 
 class _Upload:
@@ -215,10 +247,6 @@ class _Upload:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _ConditionFailedError(Exception):
-    pass
-
-
 def _retry[T](path: str, call: Callable[[], T]) -> T:
     """Call until it succeeds or fails for a reason that time does not heal; `ATTEMPTS` times at most."""
     for attempt in range(ATTEMPTS):
@@ -232,34 +260,3 @@ def _retry[T](path: str, call: Callable[[], T]) -> T:
                 raise fault from error
             time.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.0))
     raise AssertionError("unreachable")
-
-
-def classify(path: str, error: Exception) -> Exception:
-    """The fault to raise for an error of s3fs, botocore or aiohttp: itself when there is nothing to add."""
-    import aiohttp
-    from botocore import exceptions as boto
-
-    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) if isinstance(response, dict) else 0
-    if isinstance(error, FileExistsError):
-        return error
-    if code in _LOST or status == 412:
-        return _ConditionFailedError(path)
-    credentials = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
-    if isinstance(error, (PermissionError, *credentials)) or code in _REFUSED:
-        return BadInput(
-            f"s3://{path}: access refused ({error}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL "
-            "and the bucket's policy"
-        )
-    if code == "NoSuchBucket":
-        return BadInput(f"s3://{path}: there is no such bucket; create it or check AWS_ENDPOINT_URL")
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"s3://{path}")
-    network = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, aiohttp.ClientError)
-    passing = isinstance(error, (ConnectionError, TimeoutError, asyncio.IncompleteReadError, *network))
-    if passing or code in _PASSING or status == 429 or status >= 500:
-        return Transient(f"s3://{path}: {type(error).__name__}: {error}")
-    if isinstance(error, OSError) and error.errno in _PASSING_ERRNO:
-        return Transient(f"s3://{path}: {error}")
-    return error

@@ -7,7 +7,7 @@ callers, on any machine, one wins. Artifacts (infra/artifacts.py) are made of th
 import mmap
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,6 +68,14 @@ class Backend(Protocol):
 
     def keys(self, path: str) -> list[str]:
         """Paths of all objects below `path`, in any order."""
+        ...
+
+    def uploads(self, path: str) -> list[str]:
+        """Paths of objects below `path` that are being uploaded, in any order."""
+        ...
+
+    def abort(self, path: str) -> None:
+        """As Store.abort."""
         ...
 
     def delete(self, path: str) -> None:
@@ -168,12 +176,25 @@ class Store:
 
     def keys(self, folder: str = "") -> list[str]:
         """Sorted keys of all objects below a folder of the store, as of now (no listing is cached)."""
+        return self._keys(self.backend.keys, folder)
+
+    def uploads(self, folder: str = "") -> list[str]:
+        """Sorted keys of all objects below a folder whose upload has begun and not ended: it goes on, or its process died.
+        What it has sent takes room, and is not seen by `keys`."""
+        return self._keys(self.backend.uploads, folder)
+
+    def _keys(self, found: Callable[[str], list[str]], folder: str) -> list[str]:
         root = self.url.partition("://")[2].rstrip("/")
-        found = self.backend.keys(self.path(folder) if folder else root or "/")
-        return sorted(key for path in found if _is_visible(key := path[len(root) + 1 :]))
+        paths = found(self.path(folder) if folder else root or "/")
+        return sorted({key for path in paths if _is_visible(key := path[len(root) + 1 :])})
+
+    def abort(self, key: str) -> None:
+        """Drop what the unfinished uploads of an object, or below a folder, have sent. One that goes on raises
+        FileNotFoundError where it is."""
+        self.backend.abort(self.path(key))
 
     def delete(self, key: str) -> None:
-        """Remove an object, or a folder and all below it. What is not there is fine."""
+        """Remove an object, or a folder and all below it, and unfinished uploads. What is not there is fine."""
         self.backend.delete(self.path(key))
 
     def write(

@@ -11,6 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 FAULTS = ("slow down", "internal error", "reset", "lost reply", "cut short", "slow", "stale list")
+AIMED = {
+    "slow down": (503, "SlowDown"),
+    "internal error": (500, "InternalError"),
+    "refused": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"),
+    "no bucket": (404, "NoSuchBucket"),
+}
+"""Replies in place of the server's: status and code. Others that are only aimed: "short range", "wrong range"."""
 _ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>"
 _HOPS = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
@@ -30,6 +38,8 @@ class FaultyS3:
         """Bytes of the PUTs that the server took."""
         self.after_write: Callable[[], object] | None = None
         """Called when it has taken one, before the reply."""
+        self.aim: Callable[[str, str], str | None] = lambda method, path: None
+        """Beside the faults by chance: the fault of a request by its method and path, if any."""
         self.lists: dict[str, bytes] = {}
 
     @property
@@ -61,6 +71,9 @@ class FaultyS3:
         """The fault of a request, if any."""
         with self.lock:
             self.requests[method] += 1
+            if fault := self.aim(method, path):
+                self.done[fault] += 1
+                return fault
             possible = [fault for fault in self.faults if _fits(fault, method, path)]
             if "list-type" in path and "stale list" in possible and self.random.random() < 3 * self.rate:
                 possible = ["stale list"]  # there are few lists
@@ -89,8 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         fault = self.faulty.choose(self.command, self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if fault in ("slow down", "internal error"):
-            code, status = ("SlowDown", 503) if fault == "slow down" else ("InternalError", 500)
+        if fault in AIMED:
+            status, code = AIMED[fault]
             return self._answer(status, {"Content-Type": "application/xml"}, _ERROR.format(code=code).encode())
         if fault == "reset":
             return self._hang_up()
@@ -113,6 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.faulty.lists[self.path] = data
         if fault == "lost reply":
             return self._hang_up()
+        if fault == "short range":
+            data = data[: len(data) // 2]
+        if fault == "wrong range":
+            data, headers["Content-Range"] = data[::-1], f"bytes 0-{len(data) - 1}/{2 * len(data)}"
         length = int(reply.getheader("Content-Length") or 0) if self.command == "HEAD" else len(data)
         self._answer(reply.status, headers, data[: len(data) // 2] if fault == "cut short" else data, length)
         if fault == "cut short":

@@ -90,7 +90,7 @@ def _fault(path: str, file: str, error: Exception) -> Exception:
     if isinstance(error, (BadInput, ConnectionError, TimeoutError)):
         return error
     if path.startswith(("s3://", "s3a://")):
-        from infra.s3 import classify
+        from infra.s3_faults import classify
 
         error = classify(path.partition("://")[2], error)
     if isinstance(error, PermissionError):

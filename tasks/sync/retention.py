@@ -9,28 +9,29 @@ manifest, then the pins, then swaps the manifest for a tombstone: it sees the pi
 deleted (infra/tombstones.py).
 """
 
+import json
 import logging
 import re
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from infra import policy, tombstones
 from infra.artifacts import ArtifactRef
 from infra.config import Config
-from infra.errors import BadInput, Corrupted
+from infra.errors import Corrupted, Missing, Replaced
 from infra.manifest import MANIFEST
 from infra.run import Run
 from infra.store import Store
 
 _log = logging.getLogger(__name__)
-_PINS = "pins"
+_PINS = "pins.json"
+"""All pins of a run, by name: one object, since a list of several may lag, and one of them would be missed."""
 LEASE_S = 900.0
 """Seconds that a pin of `holding` outlives its last renewal: what a killed process held is kept no longer."""
-_HELD = "held-"
 _FOLDER = re.compile(r"(\d+/policy-[^/]+)/([^/]+)")
 
 
@@ -51,29 +52,27 @@ def pin(run: Run, name: str, uri: str, seconds: float | None = None) -> Artifact
     somebody makes it. A collection that goes on meanwhile changes nothing of this.
     """
     until = None if seconds is None else time.time() + seconds
-    run.write_json(f"{_PINS}/{name}.json", Pin(uri=uri, until=until).model_dump())
+    _change(run, lambda pins: pins | {name: Pin(uri=uri, until=until)})
     while (ref := _find(uri)) is not None:
         lineage, lost = _lineage(ref)
         if lost is None:
             if all(map(tombstones.touch, lineage)):
                 return ref
-        elif _find(lost.uri) == lost:
-            policy.describe(lost)  # raises what is wrong with it
-        else:
+        elif _find(lost.uri) != lost:
             tombstones.bury_artifact(ref)  # nobody can read it: who makes it again must not find it
     return None
 
 
 def unpin(run: Run, name: str) -> None:
     """Drop a pin; a no-op when there is none."""
-    Store.at(run.store).delete(f"runs/{run.name}/{_PINS}/{name}.json")
+    _change(run, lambda pins: {other: found for other, found in pins.items() if other != name})
 
 
 @contextmanager
 def holding(run: Run, uri: str) -> Iterator[ArtifactRef | None]:
     """A pin while the block runs, and what `pin` returns; renewed from a thread. Should the process die, it ends after
     LEASE_S."""
-    name, ended = f"{_HELD}{uuid.uuid4().hex[:16]}", threading.Event()
+    name, ended = f"held-{uuid.uuid4().hex[:16]}", threading.Event()
 
     def renew() -> None:
         while not ended.wait(LEASE_S / 4):
@@ -97,18 +96,29 @@ def holding(run: Run, uri: str) -> Iterator[ArtifactRef | None]:
 
 
 def pinned(run: Run) -> set[str]:
-    """Where the versions lie that pins name. Those of `holding` that have ended are deleted; of another name, somebody may
-    just be pinning anew."""
-    folder = Store.at(run.store) / f"runs/{run.name}/{_PINS}"
-    uris = set[str]()
-    for key in [key for key in folder.keys() if key.endswith(".json")]:
-        with suppress(FileNotFoundError):  # dropped meanwhile
-            found = Pin.model_validate_json(folder.read(key))
-            if found.until is None or found.until > time.time():
-                uris.add(found.uri)
-            elif key.startswith(_HELD):
-                folder.delete(key)
-    return uris
+    """Where the versions lie that pins name."""
+    return {found.uri for found in _pins(run)[1].values()}
+
+
+def _pins(run: Run) -> tuple[bytes | None, dict[str, Pin]]:
+    """The object that holds the pins, None before the first; and those that have not ended."""
+    try:
+        data = Store.at(run.store).read(f"runs/{run.name}/{_PINS}")
+    except FileNotFoundError:
+        return None, {}
+    pins = {name: Pin.model_validate(found) for name, found in json.loads(data).items()}
+    return data, {name: found for name, found in pins.items() if found.until is None or found.until > time.time()}
+
+
+def _change(run: Run, change: Callable[[dict[str, Pin]], dict[str, Pin]]) -> None:
+    """Change the pins, by compare-and-swap: others do, too. Those that have ended go."""
+    while True:
+        before, pins = _pins(run)
+        if (after := change(pins)) == pins:
+            return
+        data = json.dumps({name: found.model_dump() for name, found in after.items()}, indent=1).encode()
+        if Store.at(run.store).replace(f"runs/{run.name}/{_PINS}", data, expected=before):
+            return
 
 
 def drop_old_versions(run: Run, head: ArtifactRef, keep: int) -> list[str]:
@@ -119,11 +129,19 @@ def drop_old_versions(run: Run, head: ArtifactRef, keep: int) -> list[str]:
     comes to its manifest (Transient); who makes one again pins it first.
     """
     recent = _last(head, keep)
-    needed = {ref.uri for root in recent for ref in _lineage(root)[0]}
+    needed = set[str]()
+    for root in recent:
+        lineage, lost = _lineage(root)
+        if lost is not None:
+            raise Corrupted(f"{lost.uri}, which {root.uri} is made of, is not in the store; nothing is collected")
+        needed |= {ref.uri for ref in lineage}
     oldest = min(policy.describe(ref).version for ref in recent)
     steps = Store.at(run.store) / f"runs/{run.name}/steps"
     folders = defaultdict[str, set[str]](set)
-    for key in steps.keys():  # before any state is read: what is deleted must not be of a later life
+    for key in [
+        *steps.keys(),
+        *steps.uploads(),
+    ]:  # before any state is read: what is deleted must not be of a later life
         if found := _FOLDER.match(key):
             folders[found[1]].add(found[2])
     dropped = []
@@ -182,5 +200,5 @@ def _described(ref: ArtifactRef) -> policy.PolicyVersion | None:
     """What the version is; None when it was collected, even if another was put in its place since."""
     try:
         return policy.describe(ref)
-    except (BadInput, Corrupted):
+    except (Missing, Replaced):  # no other fault: what is needed would be deleted for a store that refuses once
         return None

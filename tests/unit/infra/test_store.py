@@ -5,6 +5,7 @@ import pickle
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,25 @@ def test_a_folder_that_no_store_can_be_in_is_refused(folder: str) -> None:
         BadInput, match=f"file://{folder[:7]}.*; choose another store|a file where the key needs a folder"
     ):
         Store.at(folder).open("runs/r/data").close()
+
+
+def test_a_folder_is_deleted_while_others_write_there(file_store: Store) -> None:
+    ended = threading.Event()
+
+    def write(number: int) -> None:
+        while not ended.is_set():
+            with suppress(FileNotFoundError):  # its folder went
+                file_store.put(f"a/b{number}/x", b"")
+
+    writers = []
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(3):
+            writers.append(pool.submit(write, number))
+        try:
+            for _ in range(300):
+                file_store.delete("a")
+        finally:
+            ended.set()
+    assert [writer.result() for writer in writers] == [None] * 3
+    file_store.delete("a")
+    assert file_store.keys() == []

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 
 from infra import policy, policy_read
 from infra.artifacts import ArtifactRef
+from infra.errors import BadInput, Corrupted, Transient
 from infra.follow import follow
 from infra.store import Store
 from tasks.sync import retention
@@ -105,6 +108,60 @@ def test_a_later_collection_removes_what_one_that_died_has_left(tmp_path: Path) 
     assert left(chain) == [0, 1, 2, 3, 4, 6], "the newest first: what can be seen can be read"
     drop_old_versions(chain.run, chain.refs[6], keep=1)
     assert steps_of(chain) == {0, 6}
+
+
+@pytest.mark.parametrize("fault", [BadInput("access refused"), Corrupted("damaged"), Transient("503")])
+def test_a_store_that_cannot_tell_what_is_needed_loses_nothing(tmp_path: Path, fault: Exception) -> None:
+    """Any one read of a collection fails, and the next ones work: a token that is renewed, say."""
+    chain = Chain(tmp_path, SyncConfig(anchor_every=5, keep_versions=2))
+    chain.publish(9)
+    pin(chain.run, "engine-b", chain.refs[4].uri)
+    read, reads = Store.read, 0
+    for failing in range(100):
+        reads = 0
+
+        def failing_once(self: Store, key: str, failing: int = failing) -> bytes:
+            nonlocal reads
+            reads += 1
+            if reads == failing + 1:
+                raise fault
+            return read(self, key)
+
+        with mock.patch.object(Store, "read", failing_once), suppress(type(fault)):
+            drop_old_versions(chain.run, chain.refs[8], keep=2)
+        for number in (4, 7, 8):
+            assert policy.digest_tensors(policy_read.read(chain.refs[number])) == chain.digests[number], failing
+        if reads <= failing:
+            break
+    assert reads > 10 and left(chain) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_nothing_is_collected_when_what_is_needed_does_not_lie_there(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, SyncConfig(anchor_every=5))
+    chain.publish(9)
+    Store.at(chain.refs[6].uri).delete("manifest.json")
+    with pytest.raises(Corrupted, match=chain.refs[6].uri):
+        drop_old_versions(chain.run, chain.refs[8], keep=1)
+    assert left(chain) == [0, 1, 2, 3, 4, 5, 7, 8]
+
+
+def test_pins_that_are_written_at_once_are_all_kept(tmp_path: Path) -> None:
+    run = Chain(tmp_path).run
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: pin(run, f"engine-{i}", f"{run.store}/v{i}"), range(16)))
+        list(pool.map(lambda i: unpin(run, f"engine-{i}"), range(8)))
+    assert retention.pinned(run) == {f"{run.store}/v{i}" for i in range(8, 16)}
+
+
+def test_a_collection_drops_what_a_publisher_has_sent_that_was_killed_in_its_first_file(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, SyncConfig(anchor_every=3))
+    chain.publish(7)
+    steps = Store.at(chain.run.store) / "runs/r/steps"
+    killed = [steps.open(f"0000{number}/policy-killed/shared/model") for number in (2, 7)]
+    drop_old_versions(chain.run, chain.refs[6], keep=1)
+    assert steps.uploads() == ["00007/policy-killed/shared/model"], "that one may go on"
+    with pytest.raises(FileNotFoundError):
+        killed[0].close()
 
 
 def test_an_upload_of_an_old_version_that_goes_on_is_not_touched(
