@@ -28,6 +28,7 @@ from flows.recorder import Recorder, Times, finished_report, warm_start_line
 from flows.session import Session, open_session
 from infra.artifacts import ArtifactRef
 from infra.credentials import use_credentials
+from infra.errors import BadInput, Corrupted, Transient
 from infra.run import Head
 from tasks.dataset.batches import step_rows
 from tasks.dataset.task import commit_demonstrations
@@ -154,8 +155,16 @@ def train_step(session: Session, dataset: ArtifactRef, head: Head, times: Times)
         new = publish(session, Head(step=step + 1, update=update, policy=head.policy), parent=head.policy)
         session.run.advance(head, new)
         if new.step % config.sync.anchor_every == 0:  # before a new anchor, all chains still need the last one
-            drop_old_versions(run, new.policy, config.sync.keep_versions)
+            collect_versions(session, new)
     return new
+
+
+def collect_versions(session: Session, head: Head) -> None:
+    """Old versions go; where the store does not let them, the run goes on, and a later collection finds them."""
+    try:
+        drop_old_versions(session.run, head.policy, session.config.sync.keep_versions)
+    except (Transient, Corrupted, BadInput) as fault:
+        session.progress.line(f"old versions stay in the store for now: {fault}")
 
 
 def publish(session: Session, head: Head, parent: ArtifactRef | None) -> Head:

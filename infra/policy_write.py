@@ -192,10 +192,7 @@ def commit(
             raise BadInput(f"policy {store.uri(key)}: there are no tensors to write")
         before = policy.describe(parent) if parent is not None else None
         if before is not None and (before.form == "adapter") == (form == "adapter"):
-            for _ in _fitting(
-                tensors.items(), before
-            ):  # an export may have lost one, or come without a process's share
-                pass
+            list(_fitting(tensors.items(), before))  # an export may have lost one, or a process's share be missing
         what = policy.PolicyVersion(
             version=version, form=form, step=step, base=base, parent=parent, tensors=tensors,
             frames=[entry for part in frames for entry in part] if frames else None, policy_digest=policy.policy_digest(tensors),

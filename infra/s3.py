@@ -119,7 +119,10 @@ class S3:
 
     def create(self, path: str, data: bytes) -> bool:
         """Put if absent (If-None-Match)."""
-        return self._put_if(path, data, IfNoneMatch="*")
+        for _ in range(ATTEMPTS):
+            with suppress(FileNotFoundError):  # what was in the way is gone
+                return self._put_if(path, data, IfNoneMatch="*")
+        raise Transient(f"s3://{path}: it was written and deleted again and again")
 
     def replace(self, path: str, data: bytes, expected: bytes) -> bool:
         """Put if the object is `expected` (If-Match)."""

@@ -138,10 +138,8 @@ def drop_old_versions(run: Run, head: ArtifactRef, keep: int) -> list[str]:
     oldest = min(policy.describe(ref).version for ref in recent)
     steps = Store.at(run.store) / f"runs/{run.name}/steps"
     folders = defaultdict[str, set[str]](set)
-    for key in [
-        *steps.keys(),
-        *steps.uploads(),
-    ]:  # before any state is read: what is deleted must not be of a later life
+    # Before any state is read: what is deleted must not be of a later life.
+    for key in [*steps.keys(), *steps.uploads()]:
         if found := _FOLDER.match(key):
             folders[found[1]].add(found[2])
     dropped = []

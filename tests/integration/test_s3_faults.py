@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,18 @@ def test_a_writer_whose_key_was_deleted_is_told_so(store: Store) -> None:
     with pytest.raises(Transient, match="x was deleted"), store.write("x", "sample", resumable=True):
         assert tombstones.bury(store / "x", None)
         raise FileNotFoundError("a part of an upload that was dropped")
+
+
+def test_what_goes_while_it_is_in_the_way_is_not_in_the_way(faulty: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, call, asked = Store.at("s3://test/created"), s3.S3.call, list[str]()
+    store.put("x", b"another's")
+
+    def deleting(self: s3.S3, method: str, path: str, **arguments: Any) -> Any:
+        if method == "head_object" and not asked:
+            asked.append(path)
+            call(self, "delete_object", path)
+        return call(self, method, path, **arguments)
+
+    monkeypatch.setattr(s3.S3, "call", deleting)
+    assert store.create("x", b"mine") and asked
+    assert store.read("x") == b"mine"

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from prefect import Flow
@@ -15,7 +18,8 @@ from flows.evaluate import evaluate
 from flows.failures import MAX_STARTS, advice, default_run, end_crash_loop, run_of, tell_failure
 from flows.prepare import prepare
 from flows.publish import publish
-from flows.train import train
+from flows.settings import load_config
+from flows.train import collect_versions, train
 from infra.actors import EngineLost, is_out_of_memory
 from infra.artifacts import ArtifactRef
 from infra.errors import BadInput, Corrupted, Mismatch, NonFiniteUpdate, OutOfMemory, Transient
@@ -211,3 +215,16 @@ def test_a_temporary_server_that_does_not_come_up_is_one_line(tmp_path):
     assert ended.returncode == 1 and not (tmp_path / "store").exists()
     assert ended.stderr.startswith("error: Prefect's temporary server did not start within 1 s")
     assert ended.stderr.count("\n") == 1 and "PREFECT_API_URL" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "fault", [Transient("s3://b/x: SlowDown"), Corrupted("v3 is lost"), BadInput("access refused")]
+)
+def test_a_run_goes_on_where_old_versions_cannot_be_deleted(fault: Exception, monkeypatch: pytest.MonkeyPatch):
+    lines, ref = list[str](), ArtifactRef(kind="policy", uri="file:///p", digest="blake3:00")
+    session: Any = SimpleNamespace(
+        run=None, config=load_config("smollm2-cpu"), progress=SimpleNamespace(line=lines.append)
+    )
+    monkeypatch.setattr("flows.train.drop_old_versions", mock.Mock(side_effect=fault))
+    collect_versions(session, Head(step=1, update=ref, policy=ref))
+    assert lines == [f"old versions stay in the store for now: {fault}"]
