@@ -4,6 +4,7 @@ train and prepare take a profile; evaluate and publish take the run whose policy
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ def main() -> int:
     home.mkdir(parents=True, exist_ok=True)
     # A person reads this terminal: the flow tells its progress itself, Prefect's own log goes to its UI.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    logging.getLogger("EventsWorker").setLevel(logging.ERROR)  # under no logger of Prefect's
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault(

@@ -302,3 +302,9 @@ class PublishConfig(VersionConfig):
     """adapter_folder in PEFT's layout for models that keep all experts of a layer in one parameter."""
     check_engine: bool = True
     """Load the published folder with vLLM and compare its logprobs with those of the engine that trained."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PublishConfig":
+        if self.fused_experts and not self.adapter_folder:
+            raise ValueError("fused_experts is about the files of adapter_folder: name one, or leave it out")
+        return self

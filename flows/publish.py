@@ -49,9 +49,15 @@ def publish(config: PublishConfig) -> dict[str, Any]:
     if config.adapter_folder and Path(config.adapter_folder).exists():
         raise BadInput(f"adapter_folder: {config.adapter_folder} exists; name a new one")
     run = Run(store=Store.at(config.store).url, name=config.run)
-    version = find_version(run, config.version)
-    with open_session(run_config(config), config.run, visit=f"publish-{str(flow_run.id)[:8]}") as session:
+    version, settings = find_version(run, config.version), run_config(config)
+    if config.adapter_folder and settings.trained_lora is None:
+        raise BadInput(
+            f"adapter_folder: run {config.run!r} trained the whole policy; a run with policy lora has an adapter"
+        )
+    with open_session(settings, config.run, visit=f"publish-{str(flow_run.id)[:8]}") as session:
         name = config.name or Path(session.config.model).name
+        if config.version is None and not (run.read_json("report.json") or {}).get("complete"):
+            session.progress.line(f"run {config.run} is not finished: version {version.number} is its last so far")
         session.tracker.opened()  # it imports MLflow in a thread; two threads that import it at once lock each other out
         incumbent = holder(session.tracker.uri, name, config.alias)
         baseline = baseline_of(version, incumbent)
@@ -67,6 +73,7 @@ def publish(config: PublishConfig) -> dict[str, Any]:
         check(session, version, policy, model, config)
         if config.adapter_folder:
             write_adapter(policy, Path(config.adapter_folder), config.fused_experts)
+            session.progress.line(f"the adapter alone: {config.adapter_folder}")
         registered = register_model(
             run.stage("register", version.number, [model]), uri=session.tracker.uri, name=name, model=model,
             mlflow_run=session.tracker.opened(), tags=lineage(session, version, evaluation, evaluated, model),

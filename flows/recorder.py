@@ -166,6 +166,7 @@ def finished_report(session: Session) -> dict[str, Any] | None:
     values = session.run.read_json("report.json") or {}
     if not values.get("complete") or values["steps"] < session.config.steps:
         return None
+    session.progress.line(f"run {session.run.name} was complete already: nothing is done; more steps continue it")
     tell_end(session, values)
     return values
 

@@ -148,6 +148,7 @@ def run_markdown(name: str, links: dict[str, str], values: dict[str, Any], histo
 def summary_lines(values: dict[str, Any], folder: str, mlflow_uri: str, mlflow_run: str | None) -> list[str]:
     """What a run says at its end: the figures, and where to look."""
     shown = lambda name, form="{:.3f}": form.format(values[name]) if values[name] is not None else "-"  # noqa: E731
+    where = f"run {mlflow_run} in {mlflow_uri}" if mlflow_run else mlflow_uri
     return [
         "",
         f"run {values['run']} is complete: {values['steps']} steps, {values['seconds'] / 60:.1f} minutes",
@@ -162,7 +163,7 @@ def summary_lines(values: dict[str, Any], folder: str, mlflow_uri: str, mlflow_r
         "",
         "See this run:",
         "  Prefect            make prefect-ui    then http://127.0.0.1:4200/runs",
-        f"  MLflow             make mlflow-ui     then http://127.0.0.1:5000 (run {mlflow_run} in {mlflow_uri})",
+        f"  MLflow             make mlflow-ui     then http://127.0.0.1:5000 ({where})",
     ]
 
 

@@ -93,7 +93,7 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
 def _override(values: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     if not equals or not path:
-        raise BadInput(f"override: {override!r} is not of the form path.to.key=value")
+        raise BadInput(f"override: {override!r} is not of the form path.to.key=value{_meant(override)}")
     *parents, last = path.split(".")
     for name in parents:
         child = values.setdefault(name, {})
@@ -107,12 +107,21 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
 
 
+def _meant(word: str) -> str:
+    """What a word without a value may be."""
+    if (PROFILES / f"{word}.yaml").exists():
+        return "; a profile comes first"
+    return f"; did you mean {word}=...?" if word in dict(_settings(TrainConfig)) else ""
+
+
 def _explain(kind: type[Config], fault: Any) -> str:
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return _unknown(kind, fault["loc"])
     whole = isinstance(fault["input"], dict)  # of settings that do not go together: the message names them
-    hidden = whole or fault["type"] == "missing" or "credentials in a URL" in fault["msg"]
+    if fault["type"] == "missing":
+        return f"{path} is needed: {path}=..."
+    hidden = whole or "credentials in a URL" in fault["msg"]
     given = "" if hidden else f" (got {fault['input']!r})"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] in ("tuple_type", "list_type", "set_type"):

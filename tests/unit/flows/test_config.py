@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from flows.config import RESUMABLE, EvaluateConfig, PublishConfig, TrainConfig
-from flows.settings import PROFILES, load_config, parse_config
+from flows.settings import PROFILES, apply_overrides, load_config, parse_config
+from infra.config import Config
 from infra.errors import BadInput
 
 
@@ -276,3 +277,26 @@ def test_a_fault_of_the_profile_names_the_profile_and_one_of_the_command_line_do
         "steps: Input should be greater than or equal to 1 (got 0)",
         "  profile mine.yaml: update.lr: Input should be greater than 0 (got -1)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        (EvaluateConfig, ["version=1"], "run is needed: run=..."),
+        (
+            PublishConfig,
+            ["run=r", "fused_experts=true"],
+            "fused_experts is about the files of adapter_folder: name one",
+        ),
+        (
+            TrainConfig,
+            ["smollm2-cpu"],
+            "override: 'smollm2-cpu' is not of the form path.to.key=value; a profile comes first",
+        ),
+        (TrainConfig, ["steps"], "override: 'steps' is not of the form path.to.key=value; did you mean steps=...?"),
+    ],
+)
+def test_what_a_command_line_lacks_is_said(kind: type[Config], words: list[str], message: str):
+    with pytest.raises(BadInput) as refused:
+        parse_config(kind, apply_overrides({}, words))
+    assert str(refused.value).startswith(message)

@@ -29,12 +29,13 @@ def test_a_finished_run_started_with_another_dataset_is_told_so(file_store: Stor
 
     @contextmanager
     def opened(*_: Any) -> Iterator[Any]:
-        yield SimpleNamespace(run=run, config=config, model="m")
+        yield SimpleNamespace(run=run, config=config, model="m", progress=SimpleNamespace(line=told.append))
 
     told: list[Any] = []
     monkeypatch.setattr(train, "open_session", opened)
-    monkeypatch.setattr("flows.recorder.tell_end", lambda *_: told.append(True))
-    assert train.train.fn(config, dataset=ours)["complete"] and told
+    monkeypatch.setattr("flows.recorder.tell_end", lambda *_: told.append("the end"))
+    assert train.train.fn(config, dataset=ours)["complete"]
+    assert told == ["run done was complete already: nothing is done; more steps continue it", "the end"]
     with pytest.raises(BadInput, match="run 'done' trains on .*/ours, not on .*/theirs; choose another run name"):
         train.train.fn(config, dataset=theirs)
 
