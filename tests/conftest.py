@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from infra.s3_server import S3Server
 from infra.store import Store
+
+settings.register_profile("any machine", deadline=None)  # an example's time says nothing of what is tested
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -160,7 +160,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(versions=VERSIONS, actions=ACTIONS)
 def test_vllm_holds_committed_versions_bit_for_bit_and_computes_with_them(
     world: World, versions: list[tuple[int, str]], actions: list[tuple[str, int, int, int]]

@@ -34,7 +34,7 @@ def coded(old: list[torch.Tensor], new: list[torch.Tensor]) -> bytes:
     return data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
@@ -209,7 +209,7 @@ def test_sizes_that_a_damaged_frame_says_cost_no_memory() -> None:
 
 
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=600), st.integers(1, 255))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tokens_of_any_distribution_come_back(values: list[int], alphabet: int) -> None:
     tokens = np.array(values, np.uint8) % alphabet
     contexts = np.arange(len(tokens), dtype=np.uint8) % 3

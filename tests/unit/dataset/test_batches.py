@@ -15,14 +15,14 @@ def epoch_rows(n: int, per_step: int, seed: int, epoch: int) -> list[list[int]]:
     return [step_rows(n, per_step, seed, epoch * steps + i) for i in range(steps)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 1000))
 def test_an_epoch_has_every_prompt_exactly_once(size: tuple[int, int], seed: int, epoch: int):
     rows = [row for step in epoch_rows(*size, seed, epoch) for row in step]
     assert sorted(rows) == list(range(size[0]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 1000))
 def test_steps_of_an_epoch_are_of_nearly_equal_size_and_never_too_large(size: tuple[int, int], seed: int, epoch: int):
     lengths = [len(step) for step in epoch_rows(*size, seed, epoch)]
@@ -30,7 +30,7 @@ def test_steps_of_an_epoch_are_of_nearly_equal_size_and_never_too_large(size: tu
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=sizes, seed=seeds, start=st.integers(0, 50))
 def test_a_run_resumed_anywhere_sees_what_the_undisturbed_run_saw(size: tuple[int, int], seed: int, start: int):
     undisturbed = [step_rows(*size, seed, step) for step in range(start + 5)]

@@ -82,7 +82,7 @@ def test_shards_are_standard_safetensors(file_store: Store) -> None:
     assert all(same(loaded[name], TENSORS[name]) for name in TENSORS)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
     st.integers(1, 200),
@@ -124,7 +124,7 @@ def test_other_content_has_another_digest(tmp_path: Path, change: dict[str, Any]
 
 
 @given(st.lists(st.integers(0, 50), max_size=4))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 def test_equal_tables_have_equal_bytes_however_chunked(file_store: Store, cuts: list[int]) -> None:
     bounds = sorted({0, 50, *cuts})
     chunked = pa.concat_tables([TABLE.slice(a, b - a) for a, b in pairwise(bounds)])
@@ -319,7 +319,7 @@ def test_resumable_writers_at_once_never_lose_each_others_files(file_store: Stor
     read_all(refs.pop())
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_byte_anywhere_is_found_and_its_file_named(file_store: Store, data: st.DataObject) -> None:
     file_store.delete("run")

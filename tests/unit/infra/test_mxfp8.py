@@ -54,7 +54,7 @@ numbers = (
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(numbers, min_size=BLOCK, max_size=BLOCK))
 def test_rounding_is_exact(block: list[float]):
     x = torch.tensor(block, dtype=torch.float32)

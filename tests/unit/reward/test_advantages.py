@@ -27,7 +27,7 @@ def one_group(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @every_kind
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch=groups_of_samples)
 def test_a_groups_advantages_have_mean_zero(kind: Kind, batch: tuple[np.ndarray, np.ndarray, np.ndarray]):
     advantages, (_, groups, valid) = group_advantages(*batch, kind, EPS), batch
@@ -36,7 +36,7 @@ def test_a_groups_advantages_have_mean_zero(kind: Kind, batch: tuple[np.ndarray,
 
 
 @every_kind
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch=groups_of_samples, rubbish=st.sampled_from([np.nan, np.inf, -1e30, 5.0]))
 def test_masked_samples_get_zero_and_change_nothing(kind: Kind, batch: tuple[np.ndarray, ...], rubbish: float):
     values, groups, valid = batch
@@ -46,7 +46,7 @@ def test_masked_samples_get_zero_and_change_nothing(kind: Kind, batch: tuple[np.
     np.testing.assert_array_equal(advantages[valid], alone)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch=groups_of_samples, scale=st.floats(1, 100))
 def test_scaling_the_rewards_scales_dr_grpo_and_leaves_grpo(batch: tuple[np.ndarray, ...], scale: float):
     values, groups, valid = batch

@@ -146,7 +146,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
     anchor_every=st.integers(1, 4),

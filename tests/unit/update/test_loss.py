@@ -5,7 +5,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss, kl_estimate
 
@@ -76,7 +76,6 @@ def test_kl_k3_is_never_negative(logprobs):
 token = st.tuples(st.floats(0.25, 4, width=32), st.floats(-3, 3, width=32), st.floats(-2, 2, width=32))
 
 
-@settings(deadline=None)
 @given(st.lists(token, min_size=2, max_size=30), st.integers(1, 29), st.sampled_from(["k1", "k2", "k3"]))
 def test_a_step_is_the_sum_of_its_parts_however_it_is_split(rows, cut, estimator):
     config = LossConfig(0.2, 0.28, kl_coef=0.3, kl_estimator=estimator, denominator=len(rows))

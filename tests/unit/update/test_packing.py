@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tasks.update.batch import Sample
 from tasks.update.packing import pack
@@ -39,7 +39,6 @@ def seen(microbatch, index: int) -> list[int]:
     return microbatch.tokens_S[visible].tolist()
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 40), st.booleans())
 def test_every_target_is_predicted_from_exactly_its_own_past(samples, budget, share):
     microbatches = pack(samples, budget, share)
@@ -56,7 +55,6 @@ def test_every_target_is_predicted_from_exactly_its_own_past(samples, budget, sh
         assert at == len(microbatch.targets_N)
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 40), st.booleans())
 def test_a_microbatch_exceeds_the_budget_only_for_a_single_sample(samples, budget, share):
     for microbatch in pack(samples, budget, share):
