@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from infra import s3
+from infra.s3_server import S3Server
+from tests.faulty_s3 import FaultyS3
+
 
 @pytest.fixture(scope="module")
 def two_ranks_fit() -> Iterator[None]:
@@ -29,3 +33,18 @@ def two_ranks_fit() -> Iterator[None]:
     monkeypatch.setattr(GPUModelRunner, "sync_and_gather_intermediate_tensors", gather_into_a_buffer)
     yield
     monkeypatch.undo()
+
+
+@pytest.fixture
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 in parts that a test can afford, and retries that it can wait for."""
+    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3, "FIRST_DELAY_S", 0.02)
+
+
+@pytest.fixture
+def faulty(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    """A proxy to the real S3 server that this process talks to, without faults so far."""
+    with FaultyS3(s3_server.endpoint, rate=0.0) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from infra import s3, tombstones
 from infra.artifacts import open_artifact
 from infra.errors import BadInput, Transient
 from infra.run import Run
-from infra.s3_server import S3Server
 from infra.store import Store
 from tasks.sync.retention import pin, pinned
 from tests.faulty_s3 import FaultyS3
@@ -19,17 +18,7 @@ from tests.faulty_s3 import FaultyS3
 DATA = random.Random(0).randbytes(12 * 2**20 + 3)
 
 
-@pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(s3, "FIRST_DELAY_S", 0.02)
-
-
-@pytest.fixture
-def faulty(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    with FaultyS3(s3_server.endpoint, rate=0.0) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
+pytestmark = pytest.mark.usefixtures("small_and_quick")
 
 
 def once(fault: str, method: str, part: str, number: int = 0) -> Callable[[str, str], str | None]:

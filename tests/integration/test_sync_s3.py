@@ -2,7 +2,6 @@
 
 import multiprocessing
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import Corrupted, Transient
 from infra.follow import follow
 from infra.run import Head, Run
-from infra.s3_server import S3Server
 from infra.store import Store
 from tasks.sync.config import SyncConfig
 from tasks.sync.publish import publish
@@ -23,17 +21,7 @@ from tests.unit.sync.engines import TensorEngine, TensorTrainer
 CONFIG = SyncConfig(anchor_every=3, keep_versions=2)
 
 
-@pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(s3, "FIRST_DELAY_S", 0.02)
-
-
-@pytest.fixture
-def faulty(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    with FaultyS3(s3_server.endpoint, rate=0.0) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
+pytestmark = pytest.mark.usefixtures("small_and_quick")
 
 
 def trainer() -> TensorTrainer:
