@@ -11,16 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import environments
-from environments.environment import Environment
+from environments.environment import REWARD_KEYWORDS, Environment
 from infra.errors import BadInput
 
-_MACHINERY = {"environment", "registry", "reference", "numbers"}
+_MACHINERY = {"environment", "registry", "reference", "numbers", "pipes", "episodes"}
 
 
 def known_environments() -> list[str]:
     """Names of the environments in this package."""
-    return sorted(m.name for m in pkgutil.iter_modules(environments.__path__) if m.name not in _MACHINERY)
+    return sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in _MACHINERY)
 
 
 def load_environment(name_or_path: str, **args: Any) -> Environment:
@@ -47,7 +46,24 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
             f"environment {name_or_path!r}: load_environment() returned {type(environment).__name__}, "
             "which lacks a `name` or a `reward(response, answer, metadata)`"
         )
+    unknown = [name for name, needed in reward_keywords(environment).items() if needed and name not in REWARD_KEYWORDS]
+    if unknown:
+        raise BadInput(
+            f"environment {name_or_path!r}: its reward asks for {unknown[0]!r}; besides response, answer and metadata "
+            f"a reward may have: {', '.join(REWARD_KEYWORDS)}"
+        )
     return environment
+
+
+def reward_keywords(environment: Environment) -> dict[str, bool]:
+    """Parameters of the environment's reward besides response, answer and metadata -> whether it has no default."""
+    try:
+        parameters = list(inspect.signature(environment.reward).parameters.values())
+    except (TypeError, ValueError):  # of compiled code
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    more = [one for one in parameters if one.kind in named and one.name not in ("response", "answer", "metadata")]
+    return {one.name: one.default is inspect.Parameter.empty for one in more}
 
 
 def own_fault(name: str, what: str, error: BaseException) -> BadInput:
@@ -60,6 +76,28 @@ def own_fault(name: str, what: str, error: BaseException) -> BadInput:
 def is_path(name_or_path: str) -> bool:
     """Whether it names a file or folder, not a module."""
     return "/" in name_or_path or name_or_path.endswith(".py") or name_or_path in {".", ".."}
+
+
+def source_digest(place: Path) -> str:
+    """sha256 (32 hex) of an environment's Python source, a file or all of a folder: the same wherever it lies. What it reads
+    besides is no part of it. Raises BadInput where there is none."""
+    entry = _entry(place)
+    files = {"": entry}
+    if place.is_dir():
+        inside = ((path.relative_to(place).as_posix(), path) for path in place.rglob("*.py"))
+        files = {name: path for name, path in inside if not f"/{name}".count("/.")}
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        content = path.read_bytes()
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()[:32]
+
+
+def _entry(place: Path) -> Path:
+    entry = place / "__init__.py" if place.is_dir() else place
+    if not entry.is_file():
+        raise BadInput(f"environment {place}: no such file; expected a .py file or a folder with an __init__.py")
+    return entry
 
 
 def _load_module(name: str) -> ModuleType:
@@ -79,11 +117,9 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_path(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
-    entry = path / "__init__.py" if path.is_dir() else path
-    if not entry.is_file():
-        raise BadInput(f"environment {path}: no such file; expected a .py file or a folder with an __init__.py")
-    # The name carries the whole path: two folders called `env` are two modules.
-    name = f"environment_{hashlib.sha256(str(entry).encode()).hexdigest()[:16]}"
+    entry = _entry(path)
+    # The name carries place and content: two folders called `env` are two modules, and so is one that was changed.
+    name = f"environment_{hashlib.sha256(f'{entry}:{source_digest(path)}'.encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     search = [str(path)] if path.is_dir() else None

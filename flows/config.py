@@ -7,19 +7,37 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from infra.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from infra.config import URL, Config, Name
-from infra.mxfp8 import Mxfp8Config, check_shards, quantized_names
+from infra.numerics.mxfp8 import Mxfp8Config, check_shards, quantized_names
+from infra.policy.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
+from tasks.rollout.episodes.config import EpisodesConfig
 from tasks.sync.config import SyncConfig
 from tasks.update.config import UpdateConfig, WarmStartConfig
 
 # What may change between a start of a run and its resume, because it does not shape the policy.
 RESUMABLE = (
-    "run", "store", "credentials", "steps", "checkpoint_every", "tracking", "timeouts", "resources", "evaluation"
-)  # fmt: skip
+    "run",
+    "store",
+    "credentials",
+    "steps",
+    "checkpoint_every",
+    "tracking",
+    "timeouts",
+    "resources",
+    "evaluation",
+)
+
+# Where something is may change, too: what it is counts. The content's digest, as run.json has it; "": the prompts are
+# compared with those that the run trains on (flows/prepare.py).
+PLACES = {
+    "model": "model_fingerprint",
+    "dataset.environment": "environment_digest",
+    "dataset.path": "",
+    "dataset.heldout_path": "",
+}
 
 
 class EvaluationConfig(Config):
@@ -46,8 +64,8 @@ class TrackingConfig(Config):
 
     uri: URL | None = None
     """Tracking server or database; null: MLFLOW_TRACKING_URI, else SQLite beside the store."""
-    experiment: str = "policyflow"
-    """The experiment's name."""
+    experiment: str = Field("policyflow", pattern=r"\S", max_length=490)
+    """The experiment's name. One of the name that was deleted in MLflow stays deleted: runs go to `name-2`, which is said."""
 
 
 class TimeoutConfig(Config):
@@ -125,7 +143,7 @@ class TrainConfig(Config):
     mxfp8: Mxfp8Config = Mxfp8Config()
     """The details of precision: mxfp8."""
     steps: int = Field(40, ge=1)
-    """Optimizer steps. More steps than a finished run has continue it."""
+    """Optimizer steps. More steps than a finished run has continue it; fewer take nothing back."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints of the trainer. A lost trainer replays the stored batches since the last one."""
     seed: int = Field(0, ge=0, le=2**63 - 1)
@@ -136,6 +154,8 @@ class TrainConfig(Config):
     """Supervised steps before the first version."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling on vLLM."""
+    episodes: EpisodesConfig = EpisodesConfig()
+    """Turns, tools and limits of an interactive environment's episodes."""
     reward: RewardConfig = RewardConfig()
     """Rewards and advantages."""
     update: UpdateConfig = UpdateConfig()
@@ -228,9 +248,10 @@ class TrainConfig(Config):
 
     def check_model(self, folder: Path) -> None:
         """BadInput when `lora` or `mxfp8` do not fit the model: read off its folder, before anything starts."""
+        engine, parallel = self.rollout, self.update.parallel
         if self.trained_lora is None and self.used_mxfp8 is None:
             return
-        from infra.tensors import checkpoint_shapes  # needs torch, which a flow does without
+        from infra.models.checkpoint import checkpoint_shapes  # needs torch, which a flow does without
 
         shapes = checkpoint_shapes(str(folder))
         if self.trained_lora is not None:
@@ -239,16 +260,19 @@ class TrainConfig(Config):
             check_rank(self.trained_lora, self.used_mxfp8, shapes)
         if self.used_mxfp8 is not None:
             names = quantized_names(shapes, self.used_mxfp8)
-            parallel, engine = self.update.parallel, self.rollout.tensor_parallel_size
             if self.used_mxfp8.train:
                 sizes = (parallel.tensor, parallel.expert_tensor)
                 check_shards(names, shapes, "update.parallel.tensor", *sizes, outputs=True)
-            of_experts = 1 if self.rollout.engine.get("enable_expert_parallel") else engine
-            check_shards(names, shapes, "rollout.tensor_parallel_size", engine, of_experts, outputs=False)
+            workers = engine.tensor_parallel_size
+            of_experts = 1 if engine.whole_experts else workers
+            check_shards(names, shapes, "rollout.tensor_parallel_size", workers, of_experts, outputs=False)
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""
-        return self.model_dump(mode="json", exclude=set(RESUMABLE))
+        settings = self.model_dump(mode="json", exclude=set(RESUMABLE))
+        if self.episodes == EpisodesConfig():  # runs of before have none
+            del settings["episodes"]
+        return settings
 
 
 class VersionConfig(Config):
@@ -265,6 +289,10 @@ class VersionConfig(Config):
     A version whose tensors are not kept any more is made again, from a checkpoint and the stored batches."""
     dataset: DatasetConfig | None = None
     """Another environment and other prompts than the run's own. Null: the dataset that the run trains on."""
+    model: str | None = None
+    """Where the run's model is now. Null: where it was when the run was last trained."""
+    environment: str | None = None
+    """Where the run's environment is now, if it is given by its path. Null: where it was when the run was last trained."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Split, number of samples, confidence."""
     tracking: TrackingConfig = TrackingConfig()
@@ -279,7 +307,7 @@ class EvaluateConfig(VersionConfig):
     """An evaluation of a policy version, against a baseline."""
 
     baseline: int | None = Field(0, ge=0)
-    """The version to compare with, prompt by prompt. Null: none."""
+    """The version to compare with, prompt by prompt. Null, or the version itself: none."""
     baseline_run: Name | None = None
     """The run that has the baseline; it must have started from the same model. Null: the same run."""
 
@@ -305,6 +333,8 @@ class PublishConfig(VersionConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PublishConfig":
+        if re.fullmatch(r"latest|v\d+", self.alias, re.IGNORECASE):
+            raise ValueError(f"alias: MLflow keeps {self.alias!r} for itself; choose another")
         if self.fused_experts and not self.adapter_folder:
             raise ValueError("fused_experts is about the files of adapter_folder: name one, or leave it out")
         return self

@@ -6,61 +6,37 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
-from flows import report
+from environments import short_name
 from flows.config import EvaluateConfig
-from flows.failures import tell_failure
-from flows.intervals import Estimate, estimate, paired_gain, reward_by_prompt
+from flows.episodes import episodes_of, rollout_settings
 from flows.prepare import dataset_of, split_size
+from flows.reporting import report
+from flows.reporting.confidence import estimate, paired_gain, reward_by_prompt
+from flows.reporting.evaluation import Evaluation
+from flows.reporting.failures import tell_failure
 from flows.session import Session, open_session
 from flows.versions import Version, find_version, policy_of, run_config
-from infra.artifacts import ArtifactRef
-from infra.config import Config
-from infra.credentials import use_credentials
 from infra.errors import BadInput
-from infra.events import EvaluationFinished, emit
-from infra.run import Run
-from infra.store import Store
+from infra.orchestration.credentials import use_credentials
+from infra.orchestration.events import EvaluationFinished, emit
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.reward.task import check_reward, score_rollouts
-from tasks.rollout.task import generate_rollouts
-
-
-class Evaluation(Config):
-    """What an evaluation found."""
-
-    run: str
-    """The evaluated version's run."""
-    version: int
-    """Its number."""
-    policy: ArtifactRef
-    """The version."""
-    environment: str
-    """What was to be solved."""
-    dataset: ArtifactRef
-    """The prompts."""
-    split: str
-    """Of the dataset."""
-    samples: int
-    """Responses a prompt."""
-    confidence: float
-    """Of the intervals."""
-    accuracy: Estimate
-    """Mean reward over prompts."""
-    baseline_run: str | None = None
-    """The baseline's run."""
-    baseline_version: int | None = None
-    """Its number; null: there is none."""
-    baseline: Estimate | None = None
-    """Its accuracy on the same prompts."""
-    gain: Estimate | None = None
-    """Accuracy minus the baseline's, paired by prompt."""
+from tasks.rollout.generate import SamplingRequest
+from tasks.rollout.task import check_lengths, generate_rollouts
 
 
 @flow(
-    name="evaluate", flow_run_name="evaluate {config.run}", persist_result=False,
-    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
-)  # fmt: skip
+    name="evaluate",
+    flow_run_name="evaluate {config.run}",
+    persist_result=False,
+    on_failure=[tell_failure],
+    on_crashed=[tell_failure],
+    on_cancellation=[tell_failure],
+)
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Evaluate a policy version of a run, against a baseline version; returns an `Evaluation`.
 
@@ -68,16 +44,30 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     use_credentials(config.credentials)
     store = Store.at(config.store).url
-    version = find_version(Run(store=store, name=config.run), config.version)
-    baseline = None
-    if config.baseline is not None:
-        baseline = find_version(Run(store=store, name=config.baseline_run or config.run), config.baseline)
-        require_one_model(version, baseline)
+    version, baseline = versions_of(config)
     with open_session(run_config(config), config.run, visit=f"evaluate-{str(flow_run.id)[:8]}") as session:
+        if config.baseline is not None and baseline is None:
+            session.progress.line(
+                f"version {version.number} of {config.run} is the baseline itself: nothing is compared"
+            )
         result, ref = compare_versions(session, version, baseline, config.dataset)
         tell(session, result)
     announce(store, result, ref)
     return result.model_dump(mode="json")
+
+
+def versions_of(config: EvaluateConfig) -> tuple[Version, Version | None]:
+    """(the version, its baseline); no baseline where none is asked for, and where it would be the version itself.
+
+    Raises BadInput for one that there is not, and for a baseline that no engine can serve beside the version.
+    """
+    store = Store.at(config.store).url
+    version = find_version(Run(store=store, name=config.run), config.version)
+    if config.baseline is None:
+        return version, None
+    baseline = find_version(Run(store=store, name=config.baseline_run or config.run), config.baseline)
+    require_one_model(version, baseline)
+    return version, None if baseline == version else baseline
 
 
 def compare_versions(
@@ -95,7 +85,8 @@ def compare_versions(
             dataset_of(session.run.store, other_dataset, session.model),
             config.reward.model_copy(update={"weights": {}}),
         )
-    split_size(dataset, evaluation.split)
+    size = split_size(dataset, evaluation.split)
+    check_lengths(config.rollout, session.model, dataset, evaluation.split, [list(evaluated_rows(session, size))])
     check_reward(reward or config.reward, dataset, evaluation.split)
     scored, policies, numbers = [], [], []
     for one in (version, baseline) if baseline else (version,):
@@ -103,11 +94,18 @@ def compare_versions(
         scored.append(score_version(session, one.run, dataset, policies[-1], one.number, reward))
         numbers.append(reward_by_prompt(scored[-1]))
     estimates = [estimate(list(by_prompt.values()), evaluation.confidence) for by_prompt in numbers]
-    environment = other_dataset.environment if other_dataset else config.dataset.environment
+    environment = short_name((other_dataset or config.dataset).environment)  # of a path: no place is in an artifact
     result = Evaluation(
-        run=version.run.name, version=version.number, policy=policies[0], environment=environment, dataset=dataset,
-        split=evaluation.split, samples=evaluation.samples, confidence=evaluation.confidence, accuracy=estimates[0],
-    )  # fmt: skip
+        run=version.run.name,
+        version=version.number,
+        policy=policies[0],
+        environment=environment,
+        dataset=dataset,
+        split=evaluation.split,
+        samples=evaluation.samples,
+        confidence=evaluation.confidence,
+        accuracy=estimates[0],
+    )
     if baseline:
         result = result.model_copy(
             update={
@@ -144,22 +142,36 @@ def score_version(
 ) -> ArtifactRef:
     """Sample the evaluation's prompts from version `step` of `run` and score them; found if it is done already."""
     config, evaluation, reward = session.config, session.config.evaluation, reward or session.config.reward
+    # What is not learned from counts all the same: a prompt that is always or never answered, a response that was cut.
+    reward = reward.model_copy(update={"truncated": "keep", "zero_variance": "keep"})
     size = split_size(dataset, evaluation.split)
     settings = f"{config.rollout.digest()}:{evaluation.sampling()}:{config.seed}"
+    phase = "evaluating"
     if session.rollout_engine not in session.started:
+        phase = "evaluating, with an engine to load"
         session.started.append(session.rollout_engine)  # the first call loads it, and the session's end stops it
-    with session.progress.waiting(f"evaluating version {step} on {evaluation.split}"):
+    with session.progress.waiting(f"evaluating version {step} on {evaluation.split}", phase=phase):
+        request = SamplingRequest(
+            dataset=dataset,
+            split=evaluation.split,
+            rows=list(evaluated_rows(session, size)),
+            samples=evaluation.samples,
+            seed=config.seed,
+            temperature=evaluation.temperature,
+            episodes=episodes_of(config.episodes, dataset, evaluation.split),
+        )
+        settings = rollout_settings(settings, request.episodes)
+        stage = run.stage("evaluation-rollout", step, [dataset, policy], settings)
         rollouts = generate_rollouts(
-            run.stage("evaluation-rollout", step, [dataset, policy], settings), session.rollout_engine,
-            dataset=dataset, policy=policy, split=evaluation.split,
-            rows=list(range(min(size, evaluation.prompts or size))),
-            samples=evaluation.samples, seed=config.seed, temperature=evaluation.temperature,
-            timeout_s=config.timeouts.rollout_s,
-        )  # fmt: skip
-        return score_rollouts(
-            run.stage("evaluation-reward", step, [rollouts, dataset], reward.digest()), reward,
-            rollouts=rollouts, dataset=dataset, split=evaluation.split,
-        )  # fmt: skip
+            stage, session.rollout_engine, request, policy=policy, timeout_s=config.timeouts.rollout_s
+        )
+        stage = run.stage("evaluation-reward", step, [rollouts, dataset], reward.digest())
+        return score_rollouts(stage, reward, rollouts=rollouts, dataset=dataset, split=evaluation.split)
+
+
+def evaluated_rows(session: Session, size: int) -> range:
+    """Rows of the prompts that are evaluated, of a split of `size`."""
+    return range(min(size, session.config.evaluation.prompts or size))
 
 
 def require_one_model(version: Version, baseline: Version) -> None:
@@ -178,10 +190,18 @@ def announce(store: str, result: Evaluation, ref: ArtifactRef) -> None:
     accuracy = result.accuracy
     emit(
         EvaluationFinished(
-            run=result.run, store=store, version=result.version, evaluation=ref, environment=result.environment,
-            split=result.split, accuracy=accuracy.mean, low=accuracy.low, high=accuracy.high, **gain,
+            run=result.run,
+            store=store,
+            version=result.version,
+            evaluation=ref,
+            environment=result.environment,
+            split=result.split,
+            accuracy=accuracy.mean,
+            low=accuracy.low,
+            high=accuracy.high,
+            **gain,
         )
-    )  # fmt: skip
+    )
 
 
 def tell(session: Session, result: Evaluation) -> None:
@@ -194,6 +214,7 @@ def tell(session: Session, result: Evaluation) -> None:
         figures[f"{prefix}/gain"] = result.gain.mean
     session.tracker.metrics(result.version, figures)
     create_markdown_artifact(
-        report.evaluation_markdown(result), key=f"{report.artifact_key(result.run)}-evaluation",
+        report.evaluation_markdown(result),
+        key=f"{session.pages}-evaluation",
         description=f"Evaluation of version {result.version} of {result.run}",
-    )  # fmt: skip
+    )

@@ -5,20 +5,21 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from environments import environment_reference, short_name
-from flows import report
-from flows.failures import tell_failure
+from environments import environment_reference, refers_to, short_name
+from flows.reporting import report
+from flows.reporting.failures import tell_failure
 from flows.session import home
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.assets import record_asset
 from infra.config import URL, Name
-from infra.credentials import use_credentials
 from infra.errors import BadInput
-from infra.events import DatasetReady, emit
 from infra.models.catalog import prepare_model
-from infra.progress import speaker
-from infra.run import Run, Stage
-from infra.store import Store
+from infra.orchestration.assets import record_asset
+from infra.orchestration.credentials import use_credentials
+from infra.orchestration.events import DatasetReady, emit
+from infra.orchestration.progress import speaker
+from infra.runs.run import Run
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from infra.storage.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
 from tasks.reward.config import RewardConfig
@@ -26,9 +27,13 @@ from tasks.reward.task import check_reward
 
 
 @flow(
-    name="prepare", flow_run_name="prepare {dataset.environment}", persist_result=False,
-    on_failure=[tell_failure], on_crashed=[tell_failure], on_cancellation=[tell_failure],
-)  # fmt: skip
+    name="prepare",
+    flow_run_name="prepare {dataset.environment}",
+    persist_result=False,
+    on_failure=[tell_failure],
+    on_crashed=[tell_failure],
+    on_cancellation=[tell_failure],
+)
 def prepare(
     dataset: DatasetConfig,
     store: URL = "outputs/store",
@@ -62,8 +67,9 @@ def announce(ref: ArtifactRef, name: str, environment: str) -> None:
     sample = [report.prompt_text(row) for row in artifact.table("train").slice(0, 8).to_pylist()]
     create_markdown_artifact(
         report.dataset_markdown(name, ref, artifact.metadata, sample),
-        key=f"{report.artifact_key(name)}-dataset", description=f"Dataset {name}",
-    )  # fmt: skip
+        key=f"{report.artifact_key(name, ref.digest.rpartition(':')[2][:12])}-dataset",
+        description=f"Dataset {name}",
+    )
     description = f"Prompts of {environment}: " + ", ".join(f"{n} {split}" for split, n in counts.items())
     record_asset(ref, name=name, description=description, metadata={"prompts": counts, "environment": environment})
     emit(DatasetReady(name=name, environment=environment, dataset=ref, prompts=counts))
@@ -73,7 +79,7 @@ def dataset_of(
     store: str, config: DatasetConfig, model: str | None = None, timeout_s: float | None = None
 ) -> ArtifactRef:
     """The dataset that the settings describe, prepared if it is not in the store; runs share it."""
-    stage = Stage(store=store, folder="datasets", name=short_name(config.environment), settings=config.digest())
+    stage = Stage(store=store, folder="datasets", name=short_name(config.environment), settings=config.content())
     return prepare_dataset.with_options(timeout_seconds=timeout_s)(stage, config, model)
 
 
@@ -91,7 +97,29 @@ def run_dataset(
         raise BadInput(
             f"dataset: run {run.name!r} trains on {dataset.uri}, not on {given.uri}; choose another run name"
         )
+    if given is None and (moved := moved_source(run, config)):
+        found = dataset_of(run.store, config, model, timeout_s)
+        if not same_prompts(found, dataset):
+            raise BadInput(
+                f"dataset.{moved}: what is at {getattr(config, moved)!r} is not what run {run.name!r} trains on, {dataset.uri}; "
+                "choose another run name"
+            )
     return dataset
+
+
+def moved_source(run: Run, config: DatasetConfig) -> str | None:
+    """The setting that has the problems elsewhere than the run's start did; None when all are there."""
+    began = (run.read_json("run.json") or {}).get("dataset", {})
+    return next((name for name in ("path", "heldout_path") if began.get(name) != getattr(config, name)), None)
+
+
+def same_prompts(one: ArtifactRef, other: ArtifactRef) -> bool:
+    """Whether two datasets have equal rows; that both are for the environment of the settings was found otherwise."""
+    if one.digest == other.digest:
+        return True
+    artifacts, splits = [open_artifact(ref) for ref in (one, other)], ("train", "heldout")
+    ours, theirs = ([artifact.table(split).drop_columns("environment") for split in splits] for artifact in artifacts)
+    return ours == theirs
 
 
 def check_dataset(dataset: ArtifactRef, environment: str) -> None:
@@ -100,16 +128,18 @@ def check_dataset(dataset: ArtifactRef, environment: str) -> None:
     A prompt's row says which environment scores it, and environments are code: rows of another environment than the one
     that the settings name are refused.
     """
-    from infra.records import PROMPT, validate
+    from infra.storage.schemas import PROMPT, validate
 
     if dataset.kind != "dataset":
         raise BadInput(f"dataset: {dataset.uri} is of kind {dataset.kind!r}, expected 'dataset'")
-    wanted = environment_reference(environment, {})
     for split in ("train", "heldout"):
         table = validate(open_artifact(dataset).table(split), PROMPT)
         for found in table["environment"].unique().to_pylist():
-            if found != wanted and not found.startswith(f"{wanted} {{"):
-                raise BadInput(f"dataset: {dataset.uri} is for environment {found!r}, these settings for {wanted!r}")
+            if not refers_to(found, environment):
+                raise BadInput(
+                    f"dataset: {dataset.uri} is for environment {found!r}, these settings for "
+                    f"{environment_reference(environment, {})!r}"
+                )
 
 
 def split_size(dataset: ArtifactRef, split: str) -> int:

@@ -3,7 +3,7 @@
     python -m flows.produce_dataset sums.jsonl --store s3://bucket/store --name addition
 
 A line of the file: {"prompt": "What is 3 + 4?", "answer": 7}. The trigger of a train deployment matches on the name.
-PREFECT_API_URL says which Prefect server is told; infra/events.py documents the payload.
+PREFECT_API_URL says which Prefect server is told; infra/orchestration/events.py documents the payload.
 """
 
 import argparse
@@ -11,11 +11,11 @@ import sys
 
 from flows.prepare import dataset_of
 from flows.settings import parse_config
-from infra.artifacts import open_artifact
 from infra.config import check_name
 from infra.errors import BadInput
-from infra.events import DatasetReady, emit
-from infra.store import Store
+from infra.orchestration.events import DatasetReady, emit
+from infra.storage.artifacts import open_artifact
+from infra.storage.store import Store
 from tasks.dataset.config import DatasetConfig
 from tasks.reward.config import RewardConfig
 from tasks.reward.task import check_reward

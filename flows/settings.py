@@ -1,9 +1,8 @@
 """From a profile and `path.to.key=value` to settings; what is wrong with them is said in a line each."""
 
 import difflib
-import os
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,19 +39,53 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|false|True|False)$"), list("tTfF"))
 
 
-def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig:
-    """A profile (a name in infra/profiles or a YAML file) with `path.to.key=value` overrides (values are YAML).
+def load_config(profile: str | Sequence[str], overrides: list[str] | None = None) -> TrainConfig:
+    """A profile (a name in infra/profiles or a YAML file), or some of them, with `path.to.key=value` overrides (values are
+    YAML). Groups of settings are merged, of a setting given twice the last one counts; overrides come last.
 
     Raises BadInput that names each offending key by its path and says what is valid.
     """
+    layers = [read_profile(name) for name in ([profile] if isinstance(profile, str) else profile)]
+    values: dict[str, Any] = {}
+    for _, layer in layers:
+        values = merged(values, layer)
+    given = {override.partition("=")[0] for override in overrides or []}
+
+    def source(path: str) -> str | None:
+        """The last profile that says something of the setting, or of one in its group."""
+        of = [name for name, layer in layers if _mentions(layer, path.split("."))]
+        return f"profile {of[-1]}" if of else None
+
+    return parse_config(TrainConfig, apply_overrides(values, overrides or []), source, given)
+
+
+def known_profiles() -> list[str]:
+    """Names of the profiles in infra/profiles."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with what `above` sets: groups of settings are merged, everything else is replaced."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _mentions(layer: Any, path: list[str]) -> bool:
+    return not path or (isinstance(layer, dict) and path[0] in layer and _mentions(layer[path[0]], path[1:]))
+
+
+def read_profile(profile: str) -> tuple[str, dict[str, Any]]:
+    """(the name of a profile's file, the settings in it), not yet validated. Raises BadInput."""
     path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
     try:
         exists = path.is_file()
     except OSError:  # a name that no file can have
         exists = False
     if not exists:
-        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
-        raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {known}")
+        raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {', '.join(known_profiles())}")
     try:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except OSError as error:
@@ -63,14 +96,17 @@ def load_config(profile: str, overrides: list[str] | None = None) -> TrainConfig
         values = {}
     if not isinstance(values, dict):
         raise BadInput(f"profile {path}: a mapping of settings is expected, not a {type(values).__name__}")
-    given = {override.partition("=")[0] for override in overrides or []}
-    return parse_config(TrainConfig, apply_overrides(values, overrides or []), f"profile {os.fspath(path.name)}", given)
+    return path.name, values
 
 
 def parse_config[C: Config](
-    kind: type[C], values: dict[str, Any], source: str | None = None, given: Set[str] = frozenset()
+    kind: type[C],
+    values: dict[str, Any],
+    source: str | Callable[[str], str | None] | None = None,
+    given: Set[str] = frozenset(),
 ) -> C:
-    """Validate settings. Raises BadInput with one line a fault, which names the `source` but for what was `given` besides."""
+    """Validate settings. Raises BadInput with one line a fault, which names the `source` (of the setting's path) but for
+    what was `given` besides."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -78,8 +114,8 @@ def parse_config[C: Config](
         for fault in error.errors():
             path = ".".join(str(part) for part in fault["loc"])
             elsewhere = any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in given)
-            of_source = bool(source and path) and not elsewhere
-            lines.append(f"{source}: {_explain(kind, fault)}" if of_source else _explain(kind, fault))
+            of = source(path) if callable(source) else source
+            lines.append(f"{of}: {_explain(kind, fault)}" if of and path and not elsewhere else _explain(kind, fault))
         raise BadInput("\n  ".join(lines)) from None
 
 
@@ -102,6 +138,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         values = child
     try:
         values[last] = yaml.load(value, Loader=_Loader)
+        node = yaml.compose(value, Loader=_Loader)
+        if value[node.end_mark.index if node else 0 :].strip():  # of a path `a #b`, all but `a` would be lost
+            raise yaml.MarkedYAMLError(problem="what follows a # is a comment")
     except (yaml.YAMLError, ValueError) as error:
         reason = getattr(error, "problem", None) or "not YAML"
         raise BadInput(f"override: {override!r}: {reason}; put quotes around text with special characters") from None
@@ -109,9 +148,9 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 def _meant(word: str) -> str:
     """What a word without a value may be."""
-    if (PROFILES / f"{word}.yaml").exists():
+    if (PROFILES / f"{word}.yaml").exists() or word.endswith((".yaml", ".yml")):
         return "; a profile comes first"
-    return f"; did you mean {word}=...?" if word in dict(_settings(TrainConfig)) else ""
+    return f"; did you mean {word}=...?" if word in dict(settings_of(TrainConfig)) else ""
 
 
 def _explain(kind: type[Config], fault: Any) -> str:
@@ -134,7 +173,7 @@ def _explain(kind: type[Config], fault: Any) -> str:
 def _unknown(kind: type[Config], location: tuple[Any, ...]) -> str:
     """An unknown setting: what it may have meant, and what there is beside it."""
     path = ".".join(str(part) for part in location)
-    known = dict(_settings(kind))
+    known = dict(settings_of(kind))
     same = [name for name in known if name.rpartition(".")[2] == str(location[-1])]
     meant = same or difflib.get_close_matches(path, known, n=3, cutoff=0.7)
     siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == path.rpartition(".")[0])
@@ -142,10 +181,10 @@ def _unknown(kind: type[Config], location: tuple[Any, ...]) -> str:
     return f"{path}: unknown setting{guess}{'' if meant else ';'} valid here: {', '.join(siblings)}"
 
 
-def _settings(kind: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(kind: type[Config], above: str = "") -> Iterator[tuple[str, Any]]:
     """(path, field) of every setting, groups and what is in them."""
     for name, field in kind.model_fields.items():
         yield f"{above}{name}", field
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, Config):
-                yield from _settings(inner, f"{above}{name}.")
+                yield from settings_of(inner, f"{above}{name}.")

@@ -1,16 +1,17 @@
 """Policy versions of a run: found by number, and made again when their tensors are not kept any more."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from flows.config import TrainConfig, VersionConfig
+from flows.config import PLACES, TrainConfig, VersionConfig
 from flows.session import Session
 from flows.settings import parse_config
-from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
-from infra.run import Head, Run
-from infra.store import Store
+from infra.runs.run import Head, Run
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from infra.storage.store import Store
 from tasks.sync.retention import holding
-from tasks.sync.task import publish_policy
+from tasks.sync.task import commit_policy
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,13 @@ def run_config(config: VersionConfig) -> TrainConfig:
 
 def _config_of(run: Run, visitor: VersionConfig | TrainConfig) -> TrainConfig:
     """The settings that `run` was started with, with what the visitor's replace."""
-    stored = run.settings()
-    stored.pop("model_fingerprint")
+    stored, places = run.settings(), run.read_json("places.json") or {}
+    for content in filter(None, PLACES.values()):
+        stored.pop(content, None)
+    stored["model"] = visitor.model or places.get("model") or stored["model"]
+    moved = visitor.environment if isinstance(visitor, VersionConfig) else None
+    if environment := moved or places.get("environment"):
+        stored["dataset"]["environment"] = environment
     kept = visitor.model_dump(
         mode="json", include={"store", "credentials", "evaluation", "tracking", "timeouts", "resources"}
     )
@@ -64,18 +70,25 @@ def policy_of(session: Session, version: Version) -> ArtifactRef:
         return done
     trainer = session.trainer_of(run, session.config if run == session.run else _config_of(run, session.config))
     session.start_alone(trainer)
-    with session.progress.waiting(f"making version {version.number} of {run.name} again"):
-        made = publish_policy(
-            stage, trainer, session.config.sync,
-            update=version.update, parent=None, timeout_s=session.config.timeouts.update_s,
-        )  # fmt: skip
+    with session.progress.waiting(
+        f"making version {version.number} of {run.name} again", phase="making a version again"
+    ):
+        made = commit_policy(
+            stage,
+            trainer,
+            session.config.sync,
+            update=version.update,
+            parent=None,
+            timeout_s=session.config.timeouts.update_s,
+        )
     session.stop(trainer)  # two engines at once need not fit
     return made
 
 
-def updates_of(head: Head) -> list[ArtifactRef]:
+@lru_cache(maxsize=8)
+def updates_of(head: Head) -> tuple[ArtifactRef, ...]:
     """The updates that lead to `head`, oldest first: the base (after its warm start, if it had one), and one a step."""
     updates = [head.update]
     while (inputs := open_artifact(updates[-1]).manifest.inputs) and inputs[1].kind == "scored":
         updates.append(inputs[0])
-    return updates[::-1]
+    return tuple(updates[::-1])

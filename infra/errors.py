@@ -33,5 +33,10 @@ class Transient(RuntimeError):
     """A network or store fault that may pass: worth a retry with backoff."""
 
 
+class NoRoom(Transient):
+    """A disk, a quota or a limit on a file's size is used up. The message names the place; nothing half-written is visible
+    there, and the same work goes on when there is room again."""
+
+
 class OutOfMemory(RuntimeError):
     """An engine's device or process has no memory left: the same work will not fit again, smaller work may."""

@@ -12,9 +12,9 @@ RUN apt-get update \
 WORKDIR /opt/policyflow
 # The lock first: the environment is its own layer, and a change of the code does not install it again. It is compiled
 # here: the user that runs it cannot write to /opt, so that every process would compile torch and vLLM anew.
-COPY requirements/uv.txt requirements/cpu.txt requirements/
+COPY requirements/uv.txt requirements/build.txt requirements/cpu.txt requirements/
 RUN python3.12 -m venv /opt/venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir --require-hashes -r requirements/uv.txt \
-    && /opt/uv/bin/uv pip sync --no-cache --compile-bytecode --python /opt/venv --require-hashes requirements/cpu.txt
+    && /opt/uv/bin/uv pip sync --no-cache --compile-bytecode --python /opt/venv --require-hashes --build-constraints requirements/build.txt requirements/cpu.txt
 COPY pyproject.toml README.md prefect.yaml ./
 COPY flows flows
 COPY tasks tasks

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import BadInput
+from infra.models.checkpoint import json_object, weight_files, weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def prepare_model(name_or_path: str, dest: Path) -> Path:
     installed, or initialised at random. What is interrupted leaves nothing that looks like a model. A path is checked and
     returned as it is. Raises BadInput for anything else.
     """
-    if name_or_path in _MODULES:
+    if is_name(name_or_path):
         return _prepare(name_or_path, Path(dest).absolute() / name_or_path)
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -60,14 +61,23 @@ def prepare_model(name_or_path: str, dest: Path) -> Path:
     return folder.absolute()
 
 
+def is_to_be_made(name_or_path: str, dest: Path) -> bool:
+    """Whether `prepare_model` has a model of the catalog to make first, which takes up to a minute."""
+    return name_or_path in _MODULES and not (dest / name_or_path / _MARKER).is_file()
+
+
+def is_name(name_or_path: str) -> bool:
+    """Whether it is a model of the catalog; else it is a place."""
+    return name_or_path in _MODULES
+
+
 def check_model_folder(folder: Path) -> None:
     """Raises BadInput that says what the folder lacks to be a Hugging Face model, and what would be right."""
     architectures = _config(folder).get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise BadInput(f'model {folder}: config.json names no architectures, e.g. ["LlamaForCausalLM"]')
     vocab_size(folder)
-    for shard in _shards(folder):
-        _check_safetensors(folder / shard)
+    weights(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise BadInput(
             f"model {folder}: no tokenizer; expected tokenizer.json (or tokenizer.model, or vocab.json with merges.txt)"
@@ -78,7 +88,7 @@ def check_model_folder(folder: Path) -> None:
         )
     for name in ("tokenizer_config.json", "tokenizer.json", "generation_config.json"):
         if (folder / name).is_file():
-            _json_object(folder, name)
+            json_object(folder, name)
 
 
 def vocab_size(folder: Path) -> int:
@@ -95,12 +105,14 @@ def fingerprint(folder: Path) -> str:
     """sha256 (hex) that tells one model from another: the same on every machine, wherever the folder lies.
 
     Config and tokenizer count whole, weights by their size, header and 64 blocks spread over each file: that tells checkpoints apart
-    without reading hundreds of GiB. It is no protection against damage; the store's digests are.
+    without reading hundreds of GiB; other *.safetensors than the model's do not count. It is no protection against
+    damage; the store's digests are.
     """
     digest = hashlib.sha256()
-    kinds = (".json", ".jinja", ".model", ".txt", ".safetensors")
-    for path in sorted(p for p in folder.iterdir() if p.suffix in kinds and p.name != _MARKER):
-        content = _sample(path) if path.suffix == ".safetensors" else path.read_bytes()
+    kinds, of_weights = (".json", ".jinja", ".model", ".txt"), set(weight_files(folder))
+    described = {path for path in folder.iterdir() if path.suffix in kinds and path.name != _MARKER}
+    for path in sorted(described | of_weights):
+        content = _sample(path) if path in of_weights else path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
 
@@ -183,74 +195,7 @@ def _config(folder: Path) -> dict[str, Any]:
         gguf = sorted(p.name for p in folder.glob("*.gguf"))
         found = f"{gguf[0]} is GGUF: convert it with transformers" if gguf else "expected a Hugging Face model folder"
         raise BadInput(f"model {folder}: no config.json; {found}")
-    return _json_object(folder, path.name)
-
-
-def _json_object(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"model {folder}: {name} is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise BadInput(f"model {folder}: {name} is no JSON object")
-    return value
-
-
-def _shards(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = _json_object(folder, index.name).get("weight_map")
-        # A weight file is one of this folder's: a path could lead anywhere.
-        if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
-            raise BadInput(f"model {folder}: {index.name} has no weight_map of tensors to files of the folder")
-        shards = sorted(set(names.values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise BadInput(
-                f"model {folder}: {len(missing)} of {len(shards)} weight files are missing, e.g. {missing[0]}"
-            )
-        return shards
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not shards:
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        hint = "pickled weights are not loaded: convert them" if pickled else "expected model.safetensors"
-        raise BadInput(f"model {folder}: no *.safetensors; {hint}")
-    return shards
-
-
-def _check_safetensors(path: Path) -> None:
-    """The header's offsets must end where the file ends: a download that broke off is told here, not minutes later."""
-    size = path.stat().st_size
-    try:
-        header = _header(path)
-        end = max(_end_of(entry) for name, entry in header.items() if name != "__metadata__")
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadInput(f"model {path.parent}: {path.name} is no safetensors file, or only its beginning") from None
-    with path.open("rb") as file:
-        expected = 8 + struct.unpack("<Q", file.read(8))[0] + end
-    if size != expected:
-        raise BadInput(
-            f"model {path.parent}: {path.name} has {size:,} bytes, its header says {expected:,}; copy it again"
-        )
-
-
-def _end_of(entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end. Raises ValueError, KeyError or TypeError for an entry that describes no tensor."""
-    begin, end = entry["data_offsets"]
-    numbers = [begin, end, *entry["shape"]]
-    if any(type(number) is not int or number < 0 for number in numbers) or not isinstance(entry["dtype"], str):
-        raise ValueError("no dtype, shape and offsets")
-    if begin > end or (begin == end) != (0 in entry["shape"]):
-        raise ValueError("as many bytes as the shape has elements")
-    return end
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        return json.loads(file.read(length))
+    return json_object(folder, path.name)
 
 
 def _sample(path: Path, blocks: int = 64, block: int = 1 << 16) -> bytes:

@@ -6,6 +6,11 @@ that have nothing to do with kernels. `install()` answers those calls for the CP
 (`HAVE_TE`, `HAVE_APEX`, `torch.cuda.is_available()`) keeps telling the truth, so Megatron still picks its portable code.
 
 Call it before the first import of megatron, in the process that trains.
+
+Patches megatron-core 0.19.2 (its calls of torch.cuda; its RNG tracker; torch.compile in core/jit.py) and megatron-bridge
+0.6.2 (peft/lora_layers.py imports Transformer Engine without a guard, peft/utils.py takes placeholders for its classes).
+Seen: without `install` the imports, or the first forward, raise "Torch not compiled with CUDA enabled". Can go: when
+Megatron-Core asks `torch.accelerator` for its device, and the bridge guards its import.
 """
 
 import contextlib

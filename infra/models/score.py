@@ -13,13 +13,13 @@ def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from infra import policy
     from infra.models.beam.register import register
+    from infra.policy.version import tensor_digest
 
     register()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     AutoTokenizer.from_pretrained(folder)
-    digests = {name: policy.tensor_digest(tensor) for name, tensor in model.state_dict().items()}
+    digests = {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
     model.float()  # the weights as they are; products in bf16 would add a difference that is nobody's fault
     logprobs = []
     with torch.inference_mode():

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from environments import environment_reference
 from infra.config import URL, Config
 
 
@@ -44,6 +45,11 @@ class DatasetConfig(Config):
     """Longer prompts are dropped and counted; null: the rollout engine drops what does not fit the context."""
     seed: int = Field(0, ge=0)
     """Seed of the order (and of what an environment makes up). The held-out problems do not depend on it."""
+
+    def content(self) -> str:
+        """Digest of the settings that shape the dataset, beside its rows; where its source and environment lie is none."""
+        places = {"path": None, "heldout_path": None, "environment": environment_reference(self.environment, {})}
+        return self.model_copy(update=places).digest()
 
     @model_validator(mode="after")
     def _consistent(self) -> "DatasetConfig":

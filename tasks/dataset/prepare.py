@@ -1,17 +1,18 @@
 """Source -> checked, deduplicated, split and shuffled prompt tables."""
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from environments import Environment, environment_reference, load_environment
 from infra.errors import BadInput
-from infra.records import PROMPT
+from infra.models.chat import prompt_ids
+from infra.storage.schemas import PROMPT
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.rows import Prompt, parse_row
 from tasks.dataset.sources import Row, read_split
@@ -49,7 +50,8 @@ def prepare(config: DatasetConfig, tokenized_length: Length | None = None) -> Pr
             raise BadInput(
                 f"dataset ({_source(config)}): all {len(heldout)} prompts are held out; lower dataset.heldout_size"
             )
-    both = train.keys() & heldout.keys()
+    shown = {prompt.seen for prompt in heldout.values()}  # with whatever metadata: it would have been trained on
+    both = {key for key, prompt in train.items() if prompt.seen in shown}
     # The held-out side keeps what is on both: the other way round, adding train data would shrink the evaluation.
     dropped["also_heldout"] += len(both)
     train = {key: prompt for key, prompt in train.items() if key not in both}
@@ -63,18 +65,25 @@ def prepare(config: DatasetConfig, tokenized_length: Length | None = None) -> Pr
     )
 
 
+def first_prompts(config: DatasetConfig, rows: int) -> dict[str, pa.Table]:
+    """The prompts of the first rows of each split that the source has (schema PROMPT), without those behind them.
+
+    Raises BadInput for an environment that does not load, and for a source or a row that `prepare` would refuse.
+    """
+    environment = load_environment(config.environment, **config.environment_args)
+    reference = environment_reference(config.environment, config.environment_args)
+    found: dict[str, pa.Table] = {}
+    for split in ("train", "heldout"):
+        read = read_split(config, environment, split)
+        if read is not None:
+            found[split] = _table([parse_row(row, config, environment) for row in islice(read, rows)], reference)
+    return found
+
+
 def length_in_tokens(tokenizer: Any) -> Length:
     """Counts a prompt's tokens as the rollout engine does: messages through the chat template, text as it is."""
 
-    def count(prompt: Prompt) -> int:
-        if prompt.text:
-            return len(tokenizer.encode(prompt.text))
-        messages = json.loads(prompt.messages)
-        return len(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-
-    return count
+    return lambda prompt: len(prompt_ids(tokenizer, vars(prompt)))
 
 
 def _read(
@@ -102,11 +111,22 @@ def _unique(
                     f"({prompts[prompt.prompt_id].answer[:80]}, here {prompt.answer[:80]}); keep one of the two"
                 )
             dropped["duplicate"] += 1
-        elif length is not None and config.max_prompt_tokens is not None and length(prompt) > config.max_prompt_tokens:
+        elif (
+            length is not None
+            and config.max_prompt_tokens is not None
+            and (_counted(row, prompt, length) > config.max_prompt_tokens)
+        ):
             dropped["too_long"] += 1
         else:
             prompts[prompt.prompt_id] = prompt
     return prompts
+
+
+def _counted(row: Row, prompt: Prompt, length: Length) -> int:
+    try:
+        return length(prompt)
+    except BadInput as error:
+        raise BadInput(f"{row.where}: {error}") from error
 
 
 def _hold_out(prompts: dict[str, Prompt], size: int | None) -> tuple[dict[str, Prompt], dict[str, Prompt]]:
@@ -134,6 +154,7 @@ def _table(prompts: list[Prompt], environment: str) -> pa.Table:
             "text": p.text,
             "answer": p.answer,
             "metadata": p.metadata,
+            "tools": p.tools,
         }
         for p in prompts
     ]

@@ -7,12 +7,14 @@ from typing import Any
 
 from environments import Environment
 from environments.environment import ParsesAnswers
+from environments.episodes.tools import own_tools
 from infra.errors import BadInput
+from tasks.dataset import chats
+from tasks.dataset.chats import show
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.sources import Row
 
 PROMPT_COLUMNS = ("messages", "prompt", "text")
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,22 @@ class Prompt:
     """A row of the schema PROMPT, but for its environment."""
 
     prompt_id: str
-    """128-bit hash (hex) of the prompt itself: equal prompts have equal ids, wherever they come from."""
+    """128-bit hash (hex) of all that reaches the model or, but for the answer, the reward: the chat or text, tools,
+    metadata. Equal prompts have equal ids, wherever they come from."""
     messages: str
-    """JSON list of {role, content}; "" when `text` is used."""
+    """JSON list of {role, content, ...}; "" when `text` is used."""
     text: str
     answer: str
     """JSON."""
     metadata: str
     """JSON object."""
+    tools: str | None = None
+    """JSON list; None: there are none."""
+
+    @property
+    def seen(self) -> tuple[str, str, str | None]:
+        """What the model sees of it."""
+        return self.messages, self.text, self.tools
 
 
 def parse_row(row: Row, config: DatasetConfig, environment: Environment) -> Prompt:
@@ -40,14 +50,26 @@ def parse_row(row: Row, config: DatasetConfig, environment: Environment) -> Prom
     messages, text = "", ""
     if column == "text":
         if not isinstance(value, str) or not value.strip():
-            raise BadInput(f"{row.where}, column text: a text that is not empty is expected, not {_show(value)}")
+            raise BadInput(f"{row.where}, column text: a text that is not empty is expected, not {show(value)}")
         _json(row, column, value)
         text = value
     else:
-        messages = _json(row, column, _messages(row, column, value, config.system_prompt))
-    identity = hashlib.sha256((messages or "text:" + text).encode()).hexdigest()[:32]
+        messages = _json(row, column, chats.messages_of(row, column, value, config.system_prompt))
+    found = chats.tools_of(row, is_chat=bool(messages))
+    if found is None and messages:
+        found = own_tools(environment) or None
+    tools = None if found is None else _json(row, chats.TOOLS, found)
     answer = _json(row, *_answer(row, config, environment))
-    return Prompt(identity, messages, text, answer, _json(row, "metadata", _metadata(row, config)))
+    metadata = _json(row, "metadata", _metadata(row, config))
+    return Prompt(_identity(messages, text, tools, metadata), messages, text, answer, metadata, tools)
+
+
+def _identity(messages: str, text: str, tools: str | None, metadata: str) -> str:
+    # Seeds and the order of prompts derive from ids, so those of prompts with nothing but a chat or a text stay for ever.
+    whole = messages or "text:" + text
+    if tools is not None or metadata != "{}":
+        whole = json.dumps({"prompt": whole, "tools": tools, "metadata": metadata})
+    return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 
 def _prompt_column(row: Row, config: DatasetConfig) -> str:
@@ -59,41 +81,6 @@ def _prompt_column(row: Row, config: DatasetConfig) -> str:
         f"{row.where}: no prompt in column {' or '.join(wanted)}; "
         f"the columns are: {', '.join(map(str, row.values)) or 'none'} (dataset.prompt_column names the right one)"
     )
-
-
-def _messages(row: Row, column: str, value: Any, system_prompt: str | None) -> list[dict[str, str]]:
-    where = f"{row.where}, column {column}"
-    if isinstance(value, str) and column == "messages":  # CSV has no lists
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            raise BadInput(f"{where}: a JSON list of {{role, content}} is expected, not {_show(value)}") from None
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise BadInput(f"{where}: a list of {{role, content}} that is not empty is expected, not {_show(value)}")
-    messages = [_message(where, number, message) for number, message in enumerate(value, start=1)]
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise BadInput(
-            f"{where}: the last message is of role {messages[-1]['role']}, but a prompt ends with user or tool; "
-            "move the response into the answer column"
-        )
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
-
-
-def _message(where: str, number: int, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise BadInput(
-            f"{where}, message {number}: a role ({', '.join(ROLES)}) and a content are expected, not {_show(message)}"
-        )
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise BadInput(
-            f"{where}, message {number}: a content that is a text and not empty is expected, not {_show(content)}"
-        )
-    return {"role": message["role"], "content": content}
 
 
 def _answer(row: Row, config: DatasetConfig, environment: Environment) -> tuple[str, Any]:
@@ -109,7 +96,7 @@ def _answer(row: Row, config: DatasetConfig, environment: Environment) -> tuple[
     try:
         return column, environment.parse_answer(answer)
     except Exception as error:
-        found = "there is none" if answer is None else f"not {_show(answer)}"
+        found = "there is none" if answer is None else f"not {show(answer)}"
         raise BadInput(f"{row.where}, column {column}: {error or type(error).__name__}, {found}") from error
 
 
@@ -121,7 +108,7 @@ def _metadata(row: Row, config: DatasetConfig) -> dict[str, Any]:
         except json.JSONDecodeError:
             pass
     if not isinstance(value, dict):
-        raise BadInput(f"{row.where}, column metadata: a JSON object is expected, not {_show(value)}")
+        raise BadInput(f"{row.where}, column metadata: a JSON object is expected, not {show(value)}")
     for column in config.metadata_columns:
         if column not in row.values:
             raise BadInput(
@@ -139,8 +126,3 @@ def _json(row: Row, column: str, value: Any) -> str:
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{row.where}, column {column}: a value that JSON can hold is expected ({error})") from None
-
-
-def _show(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,14 +1,19 @@
 """Reads problems from where they are: an environment, files at any fsspec URL, or the `datasets` library."""
 
 import csv
+import glob
 import gzip
 import io
 import json
 import lzma
+import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import fsspec
@@ -29,6 +34,8 @@ class Row:
     where: str
     """What to call it in an error: "train.jsonl, row 3"; rows count from 1."""
     values: dict[str, Any]
+    nulls_are_gaps: bool = False
+    """Whether nulls inside of values may stand for keys that are not there: in Arrow all structs have the keys of all."""
 
 
 def read_split(config: DatasetConfig, environment: Environment, split: Split) -> Iterator[Row] | None:
@@ -53,6 +60,7 @@ def _generated(config: DatasetConfig, environment: Environment, split: Split) ->
         for number, problem in enumerate(environment.problems(split, size, config.seed), start=1):
             column = "text" if isinstance(problem.prompt, str) else "messages"
             values = {column: problem.prompt, "answer": problem.answer, "metadata": problem.metadata}
+            values["tools"] = problem.tools
             yield Row(f"environment {config.environment}, {split} problem {number}", values)
     except Exception as error:
         raise own_fault(config.environment, f"problems() of split {split} failed", error) from error
@@ -61,7 +69,7 @@ def _generated(config: DatasetConfig, environment: Environment, split: Split) ->
 def read_files(path: str) -> Iterator[Row]:
     """Rows of the JSONL, Parquet or CSV files that `path` matches, in name order; .jsonl.gz and the like are read too."""
     try:
-        files = fsspec.open_files(path, mode="rb", compression="infer")
+        files = _files(path)
     except FileNotFoundError:
         files = []
     except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
@@ -83,6 +91,20 @@ def read_files(path: str) -> Iterator[Row]:
             raise _fault(path, file.path, error) from error
 
 
+def _files(path: str) -> list[fsspec.core.OpenFile]:
+    """The files that a path names: itself if it is there, else what it matches; folders that are there are no patterns."""
+    filesystem, name = fsspec.url_to_fs(path)
+    if "file" not in filesystem.protocol:
+        return fsspec.open_files(path, mode="rb", compression="infer")
+    if os.path.lexists(name):
+        return fsspec.open_files([name], mode="rb", compression="infer", expand=False)
+    folder, below = name, ""
+    while folder and not os.path.isdir(folder):
+        folder, _, part = folder.rpartition("/")
+        below = f"/{part}{below}"
+    return fsspec.open_files(glob.escape(folder.rstrip("/")) + below, mode="rb", compression="infer")
+
+
 def _fault(path: str, file: str, error: Exception) -> Exception:
     """What reading `file` met, by cause: bad input for what a retry cannot mend, network faults as they are."""
     import pyarrow as pa
@@ -90,7 +112,7 @@ def _fault(path: str, file: str, error: Exception) -> Exception:
     if isinstance(error, (BadInput, ConnectionError, TimeoutError)):
         return error
     if path.startswith(("s3://", "s3a://")):
-        from infra.s3_faults import classify
+        from infra.storage.s3_faults import classify
 
         error = classify(path.partition("://")[2], error)
     if isinstance(error, PermissionError):
@@ -158,24 +180,38 @@ def _library(config: DatasetConfig, split: str) -> Iterator[Row]:
     path = str(config.path)
     had_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    try:
-        if _is_saved(path):
-            loaded = datasets.load_from_disk(path)
-            table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            table = datasets.load_dataset(path, config.subset, split=split)
-    except (FileNotFoundError, ValueError, KeyError) as error:  # the library's own errors derive from these
-        raise BadInput(f"dataset.path {path!r}, split {split!r}: {error}") from error
-    except DatasetGenerationError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise _fault(path, f"a file of split {split!r}", cause) from error
-    except Exception as error:
-        raise _fault(path, path, error) from error
-    finally:
-        if not had_bars:
-            datasets.enable_progress_bars()
-    rows: Iterable[dict[str, Any]] = table
-    yield from _numbered(rows, f"{path} ({split})")
+    with _no_pattern(path) as (place, cache):
+        try:
+            if _is_saved(place):
+                loaded = datasets.load_from_disk(place)
+                table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            else:
+                table = datasets.load_dataset(place, config.subset, split=split, cache_dir=cache)
+        except (FileNotFoundError, ValueError, KeyError) as error:  # the library's own errors derive from these
+            raise BadInput(f"dataset.path {path!r}, split {split!r}: {error}") from error
+        except DatasetGenerationError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise _fault(path, f"a file of split {split!r}", cause) from error
+        except Exception as error:
+            raise _fault(path, path, error) from error
+        finally:
+            if not had_bars:
+                datasets.enable_progress_bars()
+        rows: Iterable[dict[str, Any]] = table
+        yield from _numbered(rows, f"{path} ({split})")
+
+
+@contextmanager
+def _no_pattern(path: str) -> Iterator[tuple[str, str | None]]:
+    """(path, cache folder): `load_dataset` takes a folder's own name for a pattern, and would read others that match it.
+    Such a folder gets another name while it is read, and a cache that goes with it."""
+    if not os.path.isdir(path) or glob.escape(path) == path:
+        yield path, None
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        links = f"{scratch}/dataset"  # a link for each file: the library would resolve one to the folder
+        shutil.copytree(Path(path).absolute(), links, copy_function=os.symlink)
+        yield links, f"{scratch}/cache"
 
 
 def _is_saved(path: str) -> bool:
@@ -185,4 +221,5 @@ def _is_saved(path: str) -> bool:
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
-    return (Row(f"{name}, row {number}", values) for number, values in enumerate(rows, start=1))
+    """Rows that come out of Arrow tables."""
+    return (Row(f"{name}, row {number}", values, nulls_are_gaps=True) for number, values in enumerate(rows, start=1))

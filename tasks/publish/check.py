@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from infra import policy as policies
-from infra.agreement import Limits, difference
-from infra.artifacts import ArtifactRef, Store, open_artifact
 from infra.errors import Mismatch
+from infra.numerics.tolerance import Limits, difference
+from infra.policy.version import describe
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from infra.storage.urls import local_path
 from tasks.publish.folder import fetch_model, is_plain, model_folder
 
 
@@ -42,16 +43,18 @@ def compare_transformers(
     """The largest difference in logprobs (nats) of the folder as transformers loads it. Raises NotThePolicy when it is too
     large, or when a tensor is not the version's, bit for bit."""
     with tempfile.TemporaryDirectory() as scratch:
-        local = Store.at(model.uri).is_local
-        folder = model_folder(model).removeprefix("file://") if local else str(fetch_model(model, Path(scratch) / "m"))
+        folder = local_path(model_folder(model)) or str(fetch_model(model, Path(scratch) / "m"))
         result = subprocess.run(
             [sys.executable, "-m", "infra.models.score", folder],
-            input=json.dumps(sequences), capture_output=True, text=True, timeout=timeout_s,
-        )  # fmt: skip
+            input=json.dumps(sequences),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
     if result.returncode:
         raise NotThePolicy(f"transformers does not load the published folder:\n{result.stderr[-3000:]}")
     loaded = json.loads(result.stdout)
-    what = policies.describe(policy)
+    what = describe(policy)
     expected = {name: info.digest for name, info in what.tensors.items()}
     if not is_plain(what):  # merged, or no longer in MXFP8: as it was written
         expected = open_artifact(model).metadata["tensors"]

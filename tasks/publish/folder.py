@@ -4,23 +4,26 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra import policy as policies
-from infra import policy_read
-from infra.adapters import fuse_experts, fused_config, merged, write_folder
-from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import BadInput
-from infra.mxfp8 import dequantize_tensors
-from infra.run import Stage
+from infra.models.checkpoint import checkpoint_dtypes, checkpoint_tensors
+from infra.numerics.mxfp8 import dequantize_tensors
+from infra.policy import reader
+from infra.policy.adapters import fuse_experts, fused_config, merged, write_folder
+from infra.policy.version import PolicyVersion, describe, tensor_digest
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "model"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
-_OF_THE_BASE = {"model.safetensors.index.json", "prepared.json", "config.json"}
+_OF_THE_BASE = ("config.json", "prepared.json", "*.index.json", "adapter_config.json")
+"""What describes the base's weights, or others that lie beside them: an adapter's would have transformers look for that."""
 _LICENSES = ("LICENSE", "NOTICE")
 
 
@@ -29,7 +32,7 @@ def write_model(stage: Stage, policy: ArtifactRef, base: str, facts: dict[str, s
 
     An adapter is merged into the base model's weights; what MXFP8 holds becomes the numbers that it stands for.
     """
-    what = policies.describe(policy)
+    what = describe(policy)
     dtypes: Counter[str] = Counter()
     size, digests = 0, {}
 
@@ -38,7 +41,7 @@ def write_model(stage: Stage, policy: ArtifactRef, base: str, facts: dict[str, s
         for name, tensor in numbers(policy, base):
             dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
             size += tensor.nbytes
-            digests[name] = policies.tensor_digest(tensor)
+            digests[name] = tensor_digest(tensor)
             yield name, tensor
 
     with stage.write(KIND, metadata={"policy_digest": what.policy_digest, "lineage": facts}) as writer:
@@ -47,38 +50,33 @@ def write_model(stage: Stage, policy: ArtifactRef, base: str, facts: dict[str, s
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         writer.json("model.safetensors.index", index)
         for path in sorted(Path(base).iterdir()):
-            if (path.suffix in _COPIED or path.name in _LICENSES) and path.name not in _OF_THE_BASE:
+            if (path.suffix in _COPIED or path.name in _LICENSES) and not _is_of_the_base(path.name):
                 writer.bytes(path.name, path.read_bytes())
         writer.metadata["tensors"] = digests
     return writer.ref
 
 
-def is_plain(what: policies.PolicyVersion) -> bool:
+def _is_of_the_base(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _OF_THE_BASE)
+
+
+def is_plain(what: PolicyVersion) -> bool:
     """Whether the version's tensors are a checkpoint's as they are."""
     return what.adapter_config is None and all(info.dtype != "float8_e4m3fn" for info in what.tensors.values())
 
 
 def numbers(policy: ArtifactRef, base: str) -> "Iterator[tuple[str, Tensor]]":
     """A version as a checkpoint's tensors, those that it changes in the base model's dtypes."""
-    what = policies.describe(policy)
+    what = describe(policy)
     if is_plain(what):
-        yield from policy_read.read(policy)
+        yield from reader.read(policy)
     elif what.adapter_config is not None:
         scale = what.adapter_config["lora_alpha"] / what.adapter_config["r"]
-        yield from merged(_tensors(base), dict(policy_read.read(policy)), scale)
+        yield from merged(checkpoint_tensors(base), dict(reader.read(policy)), scale)
     else:
-        dtypes = {name: tensor.dtype for name, tensor in _tensors(base)}
-        for name, tensor in dequantize_tensors(policy_read.read(policy)):
+        dtypes = checkpoint_dtypes(base)
+        for name, tensor in dequantize_tensors(reader.read(policy)):
             yield name, tensor.to(dtypes[name])
-
-
-def _tensors(folder: str) -> "Iterator[tuple[str, Tensor]]":
-    from safetensors import safe_open
-
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                yield name, file.get_tensor(name)
 
 
 def write_adapter(policy: ArtifactRef, folder: Path, fused_experts: bool) -> None:
@@ -86,10 +84,10 @@ def write_adapter(policy: ArtifactRef, folder: Path, fused_experts: bool) -> Non
 
     fused_experts: in PEFT's layout for models that keep all experts of a layer in one parameter.
     """
-    what = policies.describe(policy)
+    what = describe(policy)
     if what.adapter_config is None:
         raise BadInput(f"adapter_folder: version {what.version} is a whole policy; leave it out")
-    tensors, config = dict(policy_read.read(policy)), what.adapter_config
+    tensors, config = dict(reader.read(policy)), what.adapter_config
     if fused_experts:
         tensors = fuse_experts(tensors)
         config = fused_config(config, tensors)
@@ -104,7 +102,7 @@ def model_config(base: Path, dtype: str) -> dict[str, Any]:
 
 
 def model_folder(model: ArtifactRef) -> str:
-    """URL of the folder itself, below the artifact's: for file:// what from_pretrained loads."""
+    """Address of the folder itself, below the artifact's; its `local_path` (infra/storage/urls.py) is what from_pretrained loads."""
     return f"{model.uri}/{open_artifact(model).manifest.folder}"
 
 

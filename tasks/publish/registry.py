@@ -3,8 +3,9 @@
 import logging
 from typing import Any
 
-from infra.artifacts import ArtifactRef
 from infra.config import Config
+from infra.errors import BadInput
+from infra.storage.artifacts import ArtifactRef
 
 MODEL_TAG = "policyflow.model"
 
@@ -18,6 +19,13 @@ class Registered(Config):
     """MLflow's number of the version."""
     tags: dict[str, str] = {}
     """Its lineage."""
+
+
+def check_model_name(folder: str) -> str:
+    """A model folder's name as the registered model's. BadInput, before anything is made for it, where MLflow takes it not."""
+    if not folder.strip(" .") or any(character in folder for character in "/:'\"") or not folder.isprintable():
+        raise BadInput(f"name: MLflow has no registered model called {folder!r}, as the run's model is: set name")
+    return folder
 
 
 def register(

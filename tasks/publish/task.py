@@ -1,10 +1,14 @@
 """Publishing: a policy version becomes a Hugging Face folder, is proven to be that policy, and is registered."""
 
-from infra.actors import Engine, EngineSpec
-from infra.agreement import Limits
-from infra.artifacts import ArtifactRef
-from infra.run import Stage
-from infra.stages import stage_task
+from typing import Any
+
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
+from infra.numerics.tolerance import Limits
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.urls import library_url
 from tasks.publish.registry import Registered, register
 
 
@@ -25,7 +29,7 @@ def check_model(
     *,
     model: ArtifactRef,
     policy: ArtifactRef,
-    engine: EngineSpec | None,
+    engine: EngineSpec[Any] | None,
     sequences: list[list[int]],
     logprobs: list[list[float]],
     limits: Limits,
@@ -45,9 +49,9 @@ def check_model(
     by_transformers = check.compare_transformers(model, policy, sequences, logprobs, transformers_limits, timeout_s)
     differences = {"transformers": by_transformers}
     if engine is not None:
-        loaded = Engine(engine)
+        loaded = Engine(engine, timeout_s=timeout_s)
         try:
-            found = loaded.call("tasks.publish.check:score", sequences=sequences, timeout_s=timeout_s)
+            found = loaded.call(check.score, sequences)
         finally:
             loaded.stop()
         differences["vllm"] = check.require_near("vLLM", found, logprobs, limits)
@@ -63,4 +67,4 @@ def register_model(
     """A version of the registered model `name` in MLflow at `uri`; the same artifact is registered once."""
     from tasks.publish.folder import model_folder
 
-    return register(uri, name, source=model_folder(model), model=model, mlflow_run=mlflow_run, tags=tags)
+    return register(uri, name, source=library_url(model_folder(model)), model=model, mlflow_run=mlflow_run, tags=tags)

@@ -24,7 +24,10 @@ def unusable(rollouts: pa.Table) -> dict[str, np.ndarray]:
     offsets = np.repeat(np.arange(rollouts.num_rows), lengths_N)
     logprobs = np.asarray(compute("list_flatten", [rollouts["logprobs"]]), dtype=np.float32)
     bad_N = np.zeros(rollouts.num_rows, dtype=bool)
-    bad_N[offsets[~np.isfinite(logprobs)]] = True
+    bad = ~np.isfinite(logprobs)
+    if "sampled" in rollouts.column_names:  # of several turns: what the environment wrote has no logprob
+        bad &= np.asarray(compute("list_flatten", [rollouts["sampled"]]))
+    bad_N[offsets[bad]] = True
     return {
         "aborted": np.asarray(compute("is_in", [reasons], SetLookupOptions(pa.array(ABORTED)))),
         "no_tokens": lengths_N == 0,

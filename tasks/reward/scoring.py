@@ -7,10 +7,12 @@ import pyarrow as pa
 from pyarrow.compute import SetLookupOptions
 from pyarrow.compute import call_function as compute
 
+from environments import located
+from environments.environment import REWARD_KEYWORDS
 from infra.errors import BadInput
-from infra.progress import speaker
-from infra.records import PROMPT, ROLLOUT, SCORED, validate
-from tasks.reward import filtering
+from infra.orchestration.progress import speaker
+from infra.storage.schemas import EPISODES, PROMPT, ROLLOUT, SCORED, SCORED_EPISODES, validate
+from tasks.reward import episodes, filtering
 from tasks.reward.advantages import group_advantages, mixed_groups
 from tasks.reward.config import RewardConfig
 from tasks.reward.verifiers import Request, Verdict, resident_pool
@@ -18,6 +20,8 @@ from tasks.reward.verifiers import Request, Verdict, resident_pool
 REWARD_FAULTS = ("raised", "timeout", "not_finite", "crashed")
 FAULTS = ("aborted", "no_tokens", "bad_logprobs", *REWARD_FAULTS)
 """Why a sample is masked: of the rollout's, then of the reward's making."""
+PART = "part/"
+"""What the metric of a part of the reward begins with: whatever an environment calls it, it is no other metric's name."""
 CHECKED_PROMPTS = 4
 """Prompts of a split whose reward is asked for before anything starts."""
 
@@ -30,22 +34,27 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     have a prompt that is not among `prompts`, when the environment cannot be loaded, and when its reward could judge no
     sample at all: there is nothing to learn from then, and the verifier is what must change.
     """
-    rollouts, prompts = validate(rollouts, ROLLOUT), validate(prompts, PROMPT)
+    interactive = episodes.is_interactive(rollouts)
+    rollouts, prompts = validate(rollouts, EPISODES if interactive else ROLLOUT), validate(prompts, PROMPT)
     truncated_N = filtering.truncated(rollouts)
     metrics = {"truncated_fraction": _mean(truncated_N)}
     if config.truncated == "drop":
         rollouts = rollouts.filter(pa.array(~truncated_N))
     questions = _join(rollouts, prompts)
     fault_N = _rollout_faults(rollouts)
-    verdicts = _verdicts(rollouts, questions, fault_N, config)
+    first_E, episode_N = episodes.of_rows(rollouts)
+    verdicts = episodes.share_faults(_verdicts(rollouts, questions, fault_N, config), episode_N)
     rewards_N = _rewards(verdicts, config.weights)
     valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
     groups_N = np.asarray(rollouts["prompt_id"].combine_chunks().dictionary_encode().indices)
-    advantages_N = group_advantages(rewards_N, groups_N, valid_N, config.advantage, config.std_eps)
+    by_episode = (rewards_N[first_E], groups_N[first_E], valid_N[first_E])
+    advantages_N = group_advantages(*by_episode, config.advantage, config.std_eps)[episode_N]
     trained_N = valid_N.copy()
     if config.truncated == "mask":
         trained_N &= ~truncated_N
-    metrics |= _metrics(rollouts, rewards_N, groups_N, verdicts)
+    metrics |= _metrics(
+        rollouts.take(first_E), rewards_N[first_E], groups_N[first_E], [verdicts[row] for row in first_E]
+    )
     scored = rollouts
     for name, column in {
         "environment": pa.array([row["environment"] for row in questions], pa.string()),
@@ -53,13 +62,13 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
         "reward": pa.array(rewards_N.astype(np.float32)),
         "reward_parts": pa.array([json.dumps(verdict.parts, sort_keys=True) for verdict in verdicts], pa.string()),
         "advantage": pa.array(np.where(trained_N, advantages_N, np.float32(0))),
-        "loss_mask": filtering.loss_masks(rollouts, trained_N),
+        "loss_mask": episodes.sampled_only(rollouts, filtering.loss_masks(rollouts, trained_N)),
     }.items():
         scored = scored.append_column(SCORED.field(name), column)
     if config.zero_variance == "drop":
-        ids_G, mixed_G = mixed_groups(rewards_N, groups_N, valid_N)
+        ids_G, mixed_G = mixed_groups(*by_episode)
         scored = scored.filter(pa.array(np.isin(groups_N, ids_G[mixed_G])))
-    return validate(scored, SCORED), metrics
+    return validate(scored, SCORED_EPISODES if interactive else SCORED), metrics
 
 
 def _join(rollouts: pa.Table, prompts: pa.Table) -> list[dict[str, str]]:
@@ -88,15 +97,24 @@ def _verdicts(
     rollouts: pa.Table, questions: list[dict[str, str]], faults: list[str | None], config: RewardConfig
 ) -> list[Verdict]:
     """One verdict a row; rewards are asked for only where the rollout is sound."""
-    verdicts = [Verdict(fault=fault) for fault in faults]
+    given = episodes.given_verdicts(rollouts)
+    verdicts = [
+        own if own and own.fault else Verdict(fault=fault) if fault else own or Verdict()
+        for fault, own in zip(faults, given, strict=True)
+    ]
     responses = rollouts["response_text"].to_pylist()
     for reference in sorted({question["environment"] for question in questions}):
-        rows = [i for i, q in enumerate(questions) if q["environment"] == reference and faults[i] is None]
-        requests = [
-            Request(responses[i], json.loads(questions[i]["answer"]), json.loads(questions[i]["metadata"]))
-            for i in rows
-        ]
+        asked = [fault is None and own is None for fault, own in zip(faults, given, strict=True)]
+        rows = [i for i, q in enumerate(questions) if q["environment"] == reference and asked[i]]
+        if not rows:
+            continue
         pool = resident_pool(reference, config.timeout_s, config.workers)
+        named = [name for name in REWARD_KEYWORDS if name in pool.keywords()]
+        more = rollouts.select(named).take(rows).to_pylist() if named else [{}] * len(rows)
+        requests = [
+            Request(responses[i], json.loads(questions[i]["answer"]), json.loads(questions[i]["metadata"]), given)
+            for i, given in zip(rows, more, strict=True)
+        ]
         for i, verdict in zip(rows, pool.score(requests), strict=True):
             verdicts[i] = verdict
     _tell_faults(verdicts)
@@ -106,7 +124,7 @@ def _verdicts(
 def _tell_faults(verdicts: list[Verdict]) -> None:
     """One line a cause, with an example: enough to find the bug in a verifier. BadInput when no reward was sound."""
     lines = []
-    for cause in FAULTS:
+    for cause in (*FAULTS, *episodes.FAULTS):
         found = [verdict for verdict in verdicts if verdict.fault == cause]
         if found:
             lines.append(f"{len(found)} of {len(verdicts)} samples are masked ({cause}): {found[0].detail or cause}")
@@ -122,17 +140,19 @@ def check_reward(prompts: pa.Table, config: RewardConfig, source: str) -> None:
 
     Raises BadInput for a prompt whose answer the environment's reward cannot use: it judges neither an empty response
     nor the answer itself. And for a weight of a part that the reward does not have. `source` is what the prompts are
-    called in the message.
+    called in the message. A reward that cannot do without a response's tokens is not asked: there are none yet.
     """
     verdicts: list[Verdict] = []
     for number, row in enumerate(prompts.slice(0, CHECKED_PROMPTS).to_pylist(), start=1):
         pool = resident_pool(row["environment"], config.timeout_s, config.workers)
+        if any(pool.keywords().values()):
+            continue
         answer, metadata = json.loads(row["answer"]), json.loads(row["metadata"])
         found = pool.score([Request(text, answer, metadata) for text in ("", str(answer))])
         if all(verdict.fault for verdict in found):
             raise BadInput(
                 f"{source}, prompt {number} ({(row['messages'] or row['text'])[:80]}): environment "
-                f"{row['environment']!r} gives no reward for the answer {row['answer'][:80]}: {found[-1].fault}: "
+                f"{located(row['environment'])!r} gives no reward for the answer {row['answer'][:80]}: {found[-1].fault}: "
                 f"{found[-1].detail}"
             )
         verdicts += found
@@ -163,19 +183,19 @@ def _metrics(
         "reward_std": float(np.std(rewards_N[valid_N])) if valid_N.any() else 0.0,
         "samples": float(len(verdicts)),
         "groups": float(len(np.unique(groups_N))),
-        "groups_mixed": _mean(mixed_G),
+        "groups_mixed_share": _mean(mixed_G),
         "groups_zero_variance": float(np.count_nonzero(~mixed_G)),
         "response_length_mean": _mean(filtering.response_lengths(rollouts)),
         "masked_samples": float(np.count_nonzero(~valid_N)),
     }
-    for cause in FAULTS:
+    for cause in (*FAULTS, *(episodes.FAULTS if episodes.is_interactive(rollouts) else ())):
         metrics[f"masked_{cause}"] = float(sum(verdict.fault == cause for verdict in verdicts))
     parts: dict[str, list[float]] = {}
     for verdict in verdicts:
         for name, value in verdict.parts.items():
             parts.setdefault(name, []).append(value)
     # A reward of one part is that part.
-    return metrics | ({f"reward_{name}": _mean(np.array(v)) for name, v in parts.items()} if len(parts) > 1 else {})
+    return metrics | ({f"{PART}{name}": _mean(np.array(v)) for name, v in parts.items()} if len(parts) > 1 else {})
 
 
 def _mean(values: np.ndarray) -> float:

@@ -2,9 +2,9 @@
 
 import time
 
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.run import Stage
-from infra.stages import stage_task
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
 from tasks.reward.config import RewardConfig
 
 

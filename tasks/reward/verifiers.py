@@ -1,14 +1,11 @@
 """Processes that compute rewards, each call under a time limit that holds whatever the verifier does."""
 
 import atexit
-import json
 import math
 import os
-import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +13,8 @@ from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any
 
+from environments import located
+from environments.pipes import ask, receive
 from infra.errors import BadInput, Transient
 
 START_TIMEOUT_S = 120.0
@@ -29,6 +28,8 @@ class Request:
     response: str
     answer: Any
     metadata: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further keywords of the reward, of those that it names (`Verifier.keywords`)."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,20 @@ class Verifier:
         self._reference = reference
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._keywords: dict[str, bool] = {}
+
+    def keywords(self) -> dict[str, bool]:
+        """What the reward names besides response, answer and metadata -> whether it cannot do without."""
+        if self._process is None:
+            self._start()
+        return self._keywords
 
     def score(self, request: Request) -> Verdict:
         """Raises BadInput when the environment cannot be loaded; every other fault is a verdict."""
         process = self._process or self._start()
         try:
-            reply = _ask(process, vars(request), self._timeout_s)
+            asked = {"response": request.response, "answer": request.answer, "metadata": request.metadata}
+            reply = ask(process, asked | request.more, self._timeout_s)
         except TimeoutError:
             self.close()
             return Verdict(fault="timeout", detail=f"no reward within {self._timeout_s:g} s")
@@ -80,22 +89,23 @@ class Verifier:
         return process.returncode
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        path, reference = os.pathsep.join(entry for entry in sys.path if entry), located(self._reference)
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.reward.worker", self._reference, str(self._timeout_s)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
-        )  # fmt: skip
+            [sys.executable, "-m", "tasks.reward.worker", reference, str(self._timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
         try:
-            reply = _receive(process, START_TIMEOUT_S)
+            reply = receive(process, START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             self.close()
-            raise Transient(
-                f"environment {self._reference!r}: its process did not start ({error or 'it ended'})"
-            ) from None
+            raise Transient(f"environment {reference!r}: its process did not start ({error or 'it ended'})") from None
         if "ready" not in reply:
             self.close()
-            reason = reply.get("bad_input") or f"environment {self._reference!r} does not load: {reply.get('raised')}"
+            reason = reply.get("bad_input") or f"environment {reference!r} does not load: {reply.get('raised')}"
             raise BadInput(reason)
+        self._keywords = reply["ready"]
         return process
 
 
@@ -122,6 +132,11 @@ class VerifierPool:
         with self._busy, ThreadPoolExecutor(min(len(self._verifiers), max(len(requests), 1))) as threads:
             return list(threads.map(run, requests))
 
+    def keywords(self) -> dict[str, bool]:
+        """As `Verifier.keywords`."""
+        with self._busy:
+            return self._verifiers[0].keywords()
+
     def close(self) -> None:
         """End the processes; the next call starts them again."""
         for verifier in self._verifiers:
@@ -134,29 +149,3 @@ def resident_pool(reference: str, timeout_s: float, workers: int) -> VerifierPoo
     pool = VerifierPool(reference, timeout_s, workers)
     atexit.register(pool.close)
     return pool
-
-
-def _ask(process: "subprocess.Popen[bytes]", request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(request).encode() + b"\n")
-    process.stdin.flush()
-    return _receive(process, timeout_s)
-
-
-def _receive(process: "subprocess.Popen[bytes]", timeout_s: float) -> dict[str, Any]:
-    """The next reply. Raises TimeoutError, or EOFError when the process ends without one."""
-    assert process.stdout is not None
-    deadline = time.monotonic() + timeout_s
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
-            # os.read, because a buffered readline would wait for a whole line without a limit.
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                raise EOFError
-            line += chunk
-    return json.loads(line)

@@ -9,39 +9,40 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
-from environments import Environment, load_reference
+from environments import Environment, load_reference, reward_keywords
+from environments.pipes import claim_pipes, describe, end_with, send
 from infra.errors import BadInput
 
 
 def main(reference: str, timeout_s: float) -> None:
-    """Answers {"ready": true} or {"bad_input" | "raised": why}, then each request {response, answer, metadata}."""
+    """Answers {"ready": {keyword: needed}} or {"bad_input" | "raised": why}, then each request {response, answer,
+    metadata, and of environments.environment.REWARD_KEYWORDS those that the reward names}."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
-    requests, replies = _claim_pipes()
+    requests, replies = claim_pipes()
     parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     try:
         environment = load_reference(reference)
     except BadInput as error:
-        return _send(replies, {"bad_input": str(error)})
+        return send(replies, {"bad_input": str(error)})
     except Exception as error:
-        return _send(replies, {"raised": _describe(error)})
-    _send(replies, {"ready": True})
+        return send(replies, {"raised": describe(error)})
+    send(replies, {"ready": reward_keywords(environment)})
     for line in requests:
         # An orphan in a loop of C code would never see that its parent is gone: its own processor time ends it.
         # (Not SIGALRM, which verifiers use for timeouts of their own.)
         signal.setitimer(signal.ITIMER_PROF, 10 * timeout_s + 10)
-        _send(replies, _reply(environment, json.loads(line)))
+        send(replies, _reply(environment, json.loads(line)))
 
 
 def _reply(environment: Environment, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"parts": as_parts(environment.reward(**request))}
     except Exception as error:
-        return {"raised": _describe(error)}
+        return {"raised": describe(error)}
 
 
 def as_parts(reward: Any) -> dict[str, float]:
@@ -53,33 +54,6 @@ def as_parts(reward: Any) -> dict[str, float]:
         if not isinstance(name, str) or isinstance(value, str) or not hasattr(value, "__float__"):
             raise TypeError(f"a reward is a number or a mapping of names to numbers, not {reward!r:.200}")
     return {name: float(value) for name, value in parts.items()}
-
-
-def _claim_pipes() -> tuple[TextIO, TextIO]:
-    """(requests, replies): the caller's pipes. What a verifier prints goes to stderr, and what it reads is empty."""
-    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    return requests, replies
-
-
-def _send(replies: TextIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply) + "\n")
-    replies.flush()
-
-
-def _describe(error: Exception) -> str:
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
-    return f"{type(error).__name__}: {error}"[:500] + place
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 if __name__ == "__main__":

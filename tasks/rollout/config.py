@@ -31,10 +31,15 @@ OWNED = {
 } | {
     name: f"rollout.{name}"
     for name in (
-        "dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager", "block_size",
+        "dtype",
+        "max_model_len",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "enforce_eager",
+        "block_size",
         "gpu_memory_utilization",
     )
-}  # fmt: skip
+}
 """Arguments of vLLM's that settings of ours decide, and which."""
 
 
@@ -109,10 +114,21 @@ class RolloutConfig(Config):
         """Processes of vLLM that hold a part of the model, one a device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def whole_experts(self) -> bool:
+        """Whether experts are spread, whole, over the tensor-parallel devices; else each is split over them."""
+        return bool(self.engine.get("enable_expert_parallel"))
+
     @model_validator(mode="after")
     def _fits(self) -> "RolloutConfig":
         if self.max_model_len is not None and self.max_new_tokens >= self.max_model_len:
             raise ValueError(
                 f"max_new_tokens ({self.max_new_tokens}) must be below max_model_len ({self.max_model_len}), or no prompt fits"
+            )
+        blocks, size = self.engine.get("num_gpu_blocks_override"), self.block_size or 32  # a GPU's blocks are smaller
+        if blocks is not None and self.max_model_len is not None and (int(blocks) - 1) * size < self.max_model_len:
+            raise ValueError(
+                f"engine: num_gpu_blocks_override ({blocks}): vLLM keeps one block back, and {int(blocks) - 1} of {size} tokens hold "
+                f"no sequence of max_model_len ({self.max_model_len}); give it {-(-self.max_model_len // size) + 1} or more"
             )
         return self

@@ -5,34 +5,51 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.run import Stage
+from infra.config import Config
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from tasks.rollout.episodes.play import Episodes, play
 
 if TYPE_CHECKING:
     from tasks.rollout.engine import RolloutEngine
 
 
-def generate(
-    engine: "RolloutEngine",
-    stage: Stage,
-    dataset: ArtifactRef,
-    split: str,
-    rows: list[int],
-    samples: int,
-    seed: int,
-    temperature: float,
-) -> ArtifactRef:
-    """Sample `samples` responses for each of `rows` of the dataset's split and commit them as one artifact."""
+class SamplingRequest(Config):
+    """What is to be sampled."""
+
+    dataset: ArtifactRef
+    """Of kind `dataset`."""
+    split: str
+    """Its table: train or heldout."""
+    rows: list[int]
+    """The prompts, as rows of the split."""
+    samples: int
+    """Responses for each prompt."""
+    seed: int
+    """Each response's own seed is made of this, its prompt's id and its number."""
+    temperature: float
+    """0 is greedy."""
+    episodes: Episodes | None = None
+    """How an interactive environment's prompts are played; None: one reply each."""
+
+
+def generate(engine: "RolloutEngine", stage: Stage, request: SamplingRequest) -> ArtifactRef:
+    """Sample what is asked for and commit it as one artifact."""
     if done := stage.committed():  # the reply of a call before this one was lost
         return done
-    prompts = open_artifact(dataset).table(f"{split}").take(rows)
+    prompts = open_artifact(request.dataset).table(request.split).take(request.rows)
     started = time.perf_counter()
-    rollouts, stats = engine.sample(prompts, samples=samples, seed=seed, temperature=temperature)
+    samples, seed, temperature = request.samples, request.seed, request.temperature
+    if request.episodes is None:
+        rollouts, stats = engine.sample(prompts, samples=samples, seed=seed, temperature=temperature)
+    else:
+        rollouts, stats = play(engine, prompts, request.episodes, samples=samples, seed=seed, temperature=temperature)
     seconds = time.perf_counter() - started
+    waited = {name: stats.pop(name) for name in ("environment_s",) if name in stats}  # a time is no content
     with stage.write(
         "rollout",
         metadata={"policy": engine.version, "tokens": tokens_of(rollouts), **stats},
-        provenance={"engine_s": seconds},
+        provenance={"engine_s": seconds, **waited},
     ) as writer:
         writer.table("rollouts", rollouts)
     return writer.ref

@@ -7,14 +7,17 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from infra.models.beam import vllm_plugin
-    from tasks.rollout import weights
+    from tasks.rollout.weights import loader
 
     vllm_plugin.register()
-    weights.keep_explicit_lm_head()
+    loader.know_the_models_own_files()
     if "policyflow" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("policyflow", "tasks.rollout.transfer", "StoreWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(
+            "policyflow", "tasks.rollout.weights.transfer", "StoreWeightTransferEngine"
+        )
     if current_platform.is_cpu():
-        from tasks.rollout import cpu, lora_cpu
+        from tasks.rollout.vllm_cpu import experts, kernels, lora
 
-        cpu.install()
-        lora_cpu.install()
+        kernels.install()
+        lora.install()
+        experts.install()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from infra import records
 from infra.errors import BadInput
+from infra.models.chat import prompt_ids
+from infra.models.vocabulary import first_foreign, foreign_fault
+from infra.storage import schemas
 from tasks.rollout.routes import routes_columns
 
 
@@ -28,39 +30,29 @@ class Request:
 
 
 def make_requests(
-    tokenizer: Any, prompts: pa.Table, *, samples: int, seed: int, new_tokens: int, context: int
+    tokenizer: Any, prompts: pa.Table, *, samples: int, seed: int, new_tokens: int, context: int, vocabulary: int
 ) -> list[Request]:
     """`samples` for each of `prompts` (schema PROMPT) that fits in `context` with `new_tokens` more; in their order.
 
-    Raises BadInput for an empty table, a malformed prompt, or when none fits.
+    vocabulary: the model's tokens are 0..vocabulary - 1. Raises BadInput for an empty table, a malformed prompt or one with
+    a token that the model has not, or when none fits.
     """
     if len(prompts) == 0:
         raise BadInput("prompts: the table is empty")
     if samples < 1 or new_tokens < 1:
         raise BadInput(f"samples ({samples}) and max_new_tokens ({new_tokens}) must be at least 1")
-    rows = [(row["prompt_id"], prompt_tokens(tokenizer, row)) for row in prompts.to_pylist()]
+    rows = [(row["prompt_id"], prompt_ids(tokenizer, row)) for row in prompts.to_pylist()]
     kept = [(name, ids) for name, ids in rows if len(ids) + new_tokens <= context]
     if not kept:
         raise BadInput(
             f"prompts: none of {len(rows)} fits the context of {context} tokens with {new_tokens} new ones; "
             f"the shortest has {min(len(ids) for _, ids in rows)}"
         )
+    for name, ids in kept:
+        if (token := first_foreign(ids, vocabulary)) is not None:
+            text = tokenizer.convert_ids_to_tokens(token)
+            raise BadInput(f"prompt {name!r}: {foreign_fault(token, text, vocabulary)}")
     return [Request(name, ids, index, sample_seed(seed, name, index)) for name, ids in kept for index in range(samples)]
-
-
-def prompt_tokens(tokenizer: Any, row: dict[str, Any]) -> list[int]:
-    """The token ids of one prompt: its text, or its messages by the chat template. BadInput when there are none."""
-    try:
-        if row["text"] or not row["messages"]:
-            ids = tokenizer(row["text"])["input_ids"]
-        else:
-            messages = json.loads(row["messages"])
-            ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    except Exception as error:
-        raise BadInput(f"prompt {row['prompt_id']!r}: cannot be rendered: {error}") from error
-    if not ids:
-        raise BadInput(f"prompt {row['prompt_id']!r}: has no tokens")
-    return list(ids)
 
 
 def sample_seed(seed: int, prompt_id: str, sample: int) -> int:
@@ -78,7 +70,7 @@ def rollout_table(
 ) -> pa.Table:
     """A table of schema ROLLOUT. outputs: vLLM's CompletionOutput of each request; route_layers: the layers whose routes
     are kept, None: no routes."""
-    texts = tokenizer.batch_decode([list(output.token_ids) for output in outputs], skip_special_tokens=True)
+    texts = response_texts(tokenizer, outputs)
     rows = []
     for request, output, text in zip(requests, outputs, texts, strict=True):
         response = list(output.token_ids)
@@ -96,7 +88,14 @@ def rollout_table(
         if route_layers is not None:
             row |= routes_columns(output.routed_experts, len(request.prompt) + len(response), route_layers)
         rows.append(row)
-    return pa.Table.from_pylist(rows, schema=records.ROLLOUT)
+    return pa.Table.from_pylist(rows, schema=schemas.ROLLOUT)
+
+
+def response_texts(tokenizer: Any, outputs: Sequence[Any]) -> list[str]:
+    """The text of each output as it was sampled, special tokens too, less the token that ended it if one did."""
+    # vLLM stops at tokens only (never at strings, which `sample` does not set), and then that token is the last.
+    bodies = [list(o.token_ids[:-1] if o.finish_reason == "stop" else o.token_ids) for o in outputs]
+    return tokenizer.batch_decode(bodies, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def count(prompts: pa.Table, requests: Sequence[Request], rollouts: pa.Table) -> dict[str, Any]:

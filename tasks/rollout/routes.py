@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from infra import records
+from infra.storage import schemas
 
 
 def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
@@ -23,11 +23,11 @@ def routes_columns(routes: Any, tokens: int, layers: Sequence[int]) -> dict[str,
     experts = np.zeros((tokens, len(layers), routes.shape[2]), routes.dtype)
     experts[: tokens - 1] = routes[: tokens - 1, layers]
     # A token's experts are distinct ones: zeros throughout are vLLM's empty buffer (unless there is one expert a token).
-    written = experts.any((1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
+    written: Any = experts.any(axis=(1, 2)) if routes.shape[2] > 1 else np.ones(tokens, dtype=bool)
     if tokens > 1 and not written[:-1].any():
         raise RuntimeError(f"vLLM recorded none of the routes of {tokens - 1} tokens")
     written[-1] = False
-    return records.pack_routes(records.Routes(experts, written, tuple(layers)))
+    return schemas.pack_routes(schemas.Routes(experts, written, tuple(layers)))
 
 
 def expert_layers(names: Iterable[str]) -> list[int]:

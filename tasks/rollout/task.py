@@ -1,43 +1,33 @@
 """Rollout generation: prompts of a dataset and a policy version become sampled responses."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from infra.actors import Engine, EngineSpec
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.run import Stage
-from infra.stages import stage_task
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
 from tasks.rollout.config import RolloutConfig
+from tasks.rollout.generate import SamplingRequest, generate
+
+if TYPE_CHECKING:
+    from tasks.rollout.engine import RolloutEngine
 
 
 @stage_task("rollout")
 def generate_rollouts(
     stage: Stage,
-    engine: EngineSpec,
+    engine: "EngineSpec[RolloutEngine]",
+    request: SamplingRequest,
     *,
-    dataset: ArtifactRef,
     policy: ArtifactRef,
-    split: str,
-    rows: list[int],
-    samples: int,
-    seed: int,
-    temperature: float,
     timeout_s: float | None,
 ) -> ArtifactRef:
-    """Artifact of kind `rollout`: rollouts.parquet (schema ROLLOUT), `samples` for each of `rows` of the split."""
+    """Artifact of kind `rollout`: rollouts.parquet (schema ROLLOUT), of the policy version, as the request says."""
     if done := stage.committed():
         return done
-    return Engine(engine).call(
-        "tasks.rollout.generate:generate",
-        version=policy,
-        timeout_s=timeout_s,
-        stage=stage,
-        dataset=dataset,
-        split=split,
-        rows=rows,
-        samples=samples,
-        seed=seed,
-        temperature=temperature,
-    )
+    return Engine(engine, policy, timeout_s).call(generate, stage, request)
 
 
 def check_lengths(

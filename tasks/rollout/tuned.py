@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tasks.rollout.slots import experts
+from tasks.rollout.weights.slots import experts
 
 FOLDER_ENV = "VLLM_TUNED_CONFIG_FOLDER"
 _ADAPTER = ("SHRINK", "EXPAND_TRUE", "EXPAND_FALSE")

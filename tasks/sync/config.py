@@ -4,12 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from infra.agreement import Limits, limits
 from infra.config import Config
+from infra.numerics.tolerance import Limits, limits
 
 
 class SyncConfig(Config):
-    """How policy versions are published and verified."""
+    """How policy versions are committed and verified."""
 
     probe_sequences: int = Field(4, ge=1)
     """Token sequences in the probe batch, scored by trainer and engine after every sync."""
@@ -17,7 +17,7 @@ class SyncConfig(Config):
     """Tokens in a probe sequence."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest |trainer - engine| logprob on the probe that a sync may show (nats). null: by what the two say that they compute
-    in, 0.02 in fp32, else 10 (infra/agreement.py)."""
+    in, 0.02 in fp32, else 10 (infra/numerics/tolerance.py)."""
     probe_mean_tolerance: float | None = Field(None, gt=0)
     """Largest mean of |trainer - engine| over the probe's tokens (nats). null: in fp32 no limit but the one above, in bf16 and
     fp16 0.3, in MXFP8 0.7, in MXFP8 against anything else 1."""

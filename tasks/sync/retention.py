@@ -6,7 +6,7 @@ batches.
 
 Who pins a version writes the pin, then touches the manifests of all that it is made of. A collection reads a version's
 manifest, then the pins, then swaps the manifest for a tombstone: it sees the pin, or the swap fails. Only then are files
-deleted (infra/tombstones.py).
+deleted (infra/storage/tombstones.py).
 """
 
 import json
@@ -19,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from infra import policy, tombstones
-from infra.artifacts import ArtifactRef
 from infra.config import Config
 from infra.errors import Corrupted, Missing, Replaced
-from infra.manifest import MANIFEST
-from infra.run import Run
-from infra.store import Store
+from infra.policy.version import PolicyVersion, describe
+from infra.runs.run import Run
+from infra.storage import links, tombstones
+from infra.storage.artifacts import ArtifactRef, find_artifact
+from infra.storage.manifest import MANIFEST
+from infra.storage.store import Store
 
 _log = logging.getLogger(__name__)
 _PINS = "pins.json"
@@ -39,7 +40,7 @@ class Pin(Config):
     """Keeps one version."""
 
     uri: str
-    """Where the version lies, or will."""
+    """Where the version lies, or will; in the store relative to the run's folder."""
     until: float | None = None
     """When the pin ends (seconds since the epoch); None: with `unpin`."""
 
@@ -106,7 +107,11 @@ def _pins(run: Run) -> tuple[bytes | None, dict[str, Pin]]:
         data = Store.at(run.store).read(f"runs/{run.name}/{_PINS}")
     except FileNotFoundError:
         return None, {}
+    root = Store.at(run.store).url
     pins = {name: Pin.model_validate(found) for name, found in json.loads(data).items()}
+    for name, found in pins.items():
+        uri = links.absolute(found.uri, run.folder)
+        pins[name] = found.model_copy(update={"uri": links.moved(uri, root) or uri})  # a run pins its own versions
     return data, {name: found for name, found in pins.items() if found.until is None or found.until > time.time()}
 
 
@@ -116,7 +121,10 @@ def _change(run: Run, change: Callable[[dict[str, Pin]], dict[str, Pin]]) -> Non
         before, pins = _pins(run)
         if (after := change(pins)) == pins:
             return
-        data = json.dumps({name: found.model_dump() for name, found in after.items()}, indent=1).encode()
+        root, written = Store.at(run.store).url, {name: found.model_dump() for name, found in after.items()}
+        for found in written.values():
+            found["uri"] = links.relative(found["uri"], run.folder, root)
+        data = json.dumps(written, indent=1).encode()
         if Store.at(run.store).replace(f"runs/{run.name}/{_PINS}", data, expected=before):
             return
 
@@ -135,7 +143,7 @@ def drop_old_versions(run: Run, head: ArtifactRef, keep: int) -> list[str]:
         if lost is not None:
             raise Corrupted(f"{lost.uri}, which {root.uri} is made of, is not in the store; nothing is collected")
         needed |= {ref.uri for ref in lineage}
-    oldest = min(policy.describe(ref).version for ref in recent)
+    oldest = min(describe(ref).version for ref in recent)
     steps = Store.at(run.store) / f"runs/{run.name}/steps"
     folders = defaultdict[str, set[str]](set)
     # Before any state is read: what is deleted must not be of a later life.
@@ -168,13 +176,13 @@ def _held(run: Run) -> set[str]:
 
 def _find(uri: str) -> ArtifactRef | None:
     parent, _, leaf = uri.rpartition("/")
-    return Store.at(parent).find(leaf)
+    return find_artifact(Store.at(parent), leaf)
 
 
 def _last(head: ArtifactRef, count: int) -> list[ArtifactRef]:
     """`head` and its parents, at most `count`."""
     versions = [head]
-    while len(versions) < count and (parent := policy.describe(versions[-1]).parent) is not None:
+    while len(versions) < count and (parent := describe(versions[-1]).parent) is not None:
         if _described(parent) is None:
             break
         versions.append(parent)
@@ -194,9 +202,9 @@ def _lineage(ref: ArtifactRef) -> tuple[list[ArtifactRef], ArtifactRef | None]:
     return lineage, None
 
 
-def _described(ref: ArtifactRef) -> policy.PolicyVersion | None:
+def _described(ref: ArtifactRef) -> PolicyVersion | None:
     """What the version is; None when it was collected, even if another was put in its place since."""
     try:
-        return policy.describe(ref)
+        return describe(ref)
     except (Missing, Replaced):  # no other fault: what is needed would be deleted for a store that refuses once
         return None

@@ -2,18 +2,20 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from infra.actors import Engine, EngineSpec
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.run import Stage
-from infra.stages import stage_task
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from tasks.sync.commit import PolicySource, commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.verify import ProbeResult, busy_seconds, compare, compare_fresh, probe_sequences
+from tasks.sync.verify import ProbeResult, Scorer, busy_seconds, compare, compare_fresh, probe_sequences, score
 
 
-@stage_task("publish")
-def publish_policy(
+@stage_task("commit")
+def commit_policy(
     stage: Stage,
-    trainer: EngineSpec,
+    trainer: EngineSpec[PolicySource],
     config: SyncConfig,
     *,
     update: ArtifactRef,
@@ -23,17 +25,14 @@ def publish_policy(
     """Artifact of kind `policy`: the version after `update`, every tensor with its digest; a delta to `parent`."""
     if done := stage.committed():
         return done
-    publish = Engine(trainer).call
-    return publish(
-        "tasks.sync.publish:publish", version=update, timeout_s=timeout_s, stage=stage, config=config, parent=parent
-    )
+    return Engine(trainer, update, timeout_s).call(commit, stage=stage, config=config, parent=parent)
 
 
 @stage_task("sync")
 def sync_engine(
     stage: Stage,
-    engine: EngineSpec,
-    trainer: EngineSpec,
+    engine: EngineSpec[Scorer],
+    trainer: EngineSpec[Scorer],
     config: SyncConfig,
     *,
     update: ArtifactRef,
@@ -45,14 +44,15 @@ def sync_engine(
 
     An engine that is not at the version (a new one, say) is brought there even if the acknowledgement is committed.
     """
-    probe = {"function": "tasks.sync.verify:score", "sequences": probe_sequences(config, vocab_size)}
+    served, trained = Engine(engine, policy, timeout_s), Engine(trainer, update, timeout_s)
+    sequences = probe_sequences(config, vocab_size)
     if done := stage.committed():
-        Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
+        served.call(score, sequences)
         return done
     with ThreadPoolExecutor(1) as pool:  # the trainer scores while the engine reads and applies the version
-        trained = pool.submit(Engine(trainer).call, version=update, timeout_s=timeout_s, **probe)
-        engine_scores, engine_span = Engine(engine).call(version=policy, timeout_s=timeout_s, **probe)
-        trainer_scores, trainer_span = trained.result()
+        by_trainer = pool.submit(lambda: trained.call(score, sequences))
+        engine_scores, engine_span = served.call(score, sequences)
+        trainer_scores, trainer_span = by_trainer.result()
     result = compare(trainer_scores, engine_scores, config)
     seconds = {"engine_s": busy_seconds([engine_span, trainer_span])}
     with stage.write(
@@ -64,7 +64,13 @@ def sync_engine(
 
 @stage_task("verify")
 def verify_against_fresh_engine(
-    stage: Stage, fresh: EngineSpec, config: SyncConfig, *, policy: ArtifactRef, ack: ArtifactRef, vocab_size: int
+    stage: Stage,
+    fresh: EngineSpec[Scorer],
+    config: SyncConfig,
+    *,
+    policy: ArtifactRef,
+    ack: ArtifactRef,
+    vocab_size: int,
 ) -> ArtifactRef:
     """Artifact of kind `verification`: an engine loaded afresh with the version gives the updated engine's logprobs.
 
@@ -75,11 +81,9 @@ def verify_against_fresh_engine(
     if done := stage.committed():
         return done
     updated = ProbeResult.model_validate(open_artifact(ack).json("probe")).engine
-    engine = Engine(fresh)
+    engine = Engine(fresh, policy)
     try:
-        loaded, _ = engine.call(
-            "tasks.sync.verify:score", version=policy, sequences=probe_sequences(config, vocab_size)
-        )
+        loaded, _ = engine.call(score, probe_sequences(config, vocab_size))
     finally:
         engine.stop()
     result = compare_fresh(loaded, updated, config)

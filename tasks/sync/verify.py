@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from infra.agreement import Limits, difference
 from infra.config import Config
 from infra.errors import Mismatch
+from infra.numerics.tolerance import Limits, difference
 from tasks.sync.config import SyncConfig
 
 
@@ -83,7 +83,7 @@ def compare(trainer: Scores, engine: Scores, config: SyncConfig) -> ProbeResult:
     if fault := apart.beyond(config.limits(trainer.arithmetic, engine.arithmetic)):
         raise SyncMismatch(
             f"after the sync the logprobs of the engine, which computes in {engine.arithmetic}, and of the trainer, in "
-            f"{trainer.arithmetic}, differ by {fault}: the engine does not hold the published policy; "
+            f"{trainer.arithmetic}, differ by {fault}: the engine does not hold the committed policy; "
             "sync.probe_tolerance and sync.probe_mean_tolerance set what is allowed"
         )
     return ProbeResult(engine=engine, max_diff=apart.largest, mean_diff=apart.mean)

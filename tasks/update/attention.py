@@ -92,7 +92,12 @@ def _bucket(segments: list[Segment]) -> Bucket:
         mask[b, own:, 0] = True
         seen = np.arange(prefix + own)  # a prefix is the whole of what comes before its segment
         distance[b, :own, : prefix + own] = seen[prefix:, None] - seen
-    return Bucket(*(torch.from_numpy(array) for array in (queries.clip(0), keys.clip(0), mask, distance)))
+    return Bucket(
+        torch.from_numpy(queries.clip(0)),
+        torch.from_numpy(keys.clip(0)),
+        torch.from_numpy(mask),
+        torch.from_numpy(distance),
+    )
 
 
 _layouts: dict[int, AttentionLayout] = {}

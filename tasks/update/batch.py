@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.errors import BadInput
-from infra.records import ROUTES
+from infra.storage.schemas import ROUTES
 from tasks.update.routes import PROMPT_ROUTES, replayed
 
 

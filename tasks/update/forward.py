@@ -101,6 +101,7 @@ class PolicyForward:
 
         def forward_step(data: Iterator[tuple[int, Microbatch]], chunk: nn.Module) -> tuple[Tensor, Callable]:
             index, microbatch = next(data)
+            microbatch = microbatch.to(next(chunk.parameters()).device)
             results: list = []
 
             def processor(
@@ -144,7 +145,7 @@ class PolicyForward:
         if not (microbatch.padding and self.config.router_bias_rate):
             return None
         length = len(microbatch.tokens_S)
-        mask_S = torch.arange(length) >= length - microbatch.padding
+        mask_S = torch.arange(length, device=microbatch.tokens_S.device) >= length - microbatch.padding
         first = self.model.gpt_of(
             chunk
         ).pre_process  # Megatron itself cuts it for sequence parallelism there, and only there

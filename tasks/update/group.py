@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from infra.adapters import LoraConfig
 from infra.errors import BadInput, Corrupted, NonFiniteUpdate, Transient
-from infra.mxfp8 import Mxfp8Config
+from infra.numerics.mxfp8 import Mxfp8Config
+from infra.policy.adapters import LoraConfig
 from tasks.update.config import UpdateConfig
 from tasks.update.model import BACKENDS
 from tasks.update.trainer import Trainer
@@ -149,9 +149,7 @@ class TrainerGroup:
             dist.destroy_process_group()
 
     def _same(self, name: str, *arguments: Any) -> Any:
-        return self._together(
-            name, itertools.repeat(list(arguments)), lambda: getattr(self.trainer, name)(*arguments)
-        )  # fmt: skip
+        return self._together(name, itertools.repeat(list(arguments)), lambda: getattr(self.trainer, name)(*arguments))
 
     def _together(self, name: str, arguments: Any, own: Callable[[], Any]) -> Any:
         """Call the method on every rank; all raise the same BadInput or NonFiniteUpdate, or none does."""

@@ -75,7 +75,8 @@ class _LinearLoss(torch.autograd.Function):
         return total.loss.clone()
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, *grad_outputs):
+        (grad_loss,) = grad_outputs
         gradients = [None if g is None else g.mul_(grad_loss) for g in ctx.gradients]
         ctx.gradients = None
         return *gradients, None, None, None, None

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.adapters import PREFIX, LoraConfig, matches
 from infra.errors import BadInput
 from infra.models import megatron_cpu
+from infra.policy.adapters import PREFIX, LoraConfig, matches
 from tasks.update.model import PolicyModel
 
 
@@ -31,7 +31,7 @@ class PolicyAdapter:
         self._lora: Any = LoRA(
             target_modules=list(config.targets),
             dim=config.rank,
-            alpha=config.alpha,  # type: ignore[arg-type]  # only ever divided by the rank
+            alpha=config.alpha,  # ty: ignore[invalid-argument-type]  # only ever divided by the rank
             dropout=0.0,  # a policy with dropout is another one than the engine samples from
             share_expert_adapters=False,
             experts_shared_outer_loras=config.experts == "shared_outer",
@@ -74,7 +74,7 @@ class PolicyAdapter:
 
         group = parallel_state.get_expert_model_parallel_group()
         ranks = dist.get_world_size(group)
-        if ranks == 1 or not any(".local_experts." in name for name in self.model.parameters()):
+        if ranks == 1 or not any(".local_experts." in name for name, _ in self.model.gpts[0].named_parameters()):
             return own
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, own, group=group)

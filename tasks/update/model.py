@@ -11,8 +11,9 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.models import megatron_cpu
-from infra.tensors import checkpoint_dtypes
+from infra.models.checkpoint import checkpoint_dtypes, tied_copy
 from tasks.update.config import ParallelConfig, UpdateConfig
+from tasks.update.names import portable
 from tasks.update.precision import weight_dtype
 
 BACKENDS = "cpu:gloo,cuda:nccl"
@@ -31,6 +32,8 @@ class PolicyModel:
     """Of weights and activations."""
     folder: str
     """Where the base model lies."""
+    copy: str | None = None
+    """The tensor of the folder that is its tied embedding once more: it is not exported."""
     _tasks: Any = field(default=None, repr=False)
     _exported: dict[str, torch.dtype] = field(default_factory=dict, repr=False)
 
@@ -45,7 +48,7 @@ class PolicyModel:
         return chunk.module if hasattr(chunk, "module") else chunk
 
     def parameters(self) -> dict[str, Any]:
-        """This process's parameters by Megatron's names, those of further chunks with their number in front."""
+        """This process's parameters by Megatron's names (names.py), those of further chunks with their number in front."""
         return self._named(lambda gpt: gpt.named_parameters())
 
     def buffers(self) -> dict[str, Tensor]:
@@ -54,7 +57,7 @@ class PolicyModel:
 
     def _named(self, of: Callable[[Any], Iterable[tuple[str, Any]]]) -> dict[str, Any]:
         return {
-            f"{index}.{name}" if index else name: value
+            f"{index}.{portable(name)}" if index else portable(name): value
             for index, gpt in enumerate(self.gpts)
             for name, value in of(gpt)
         }
@@ -68,18 +71,24 @@ class PolicyModel:
         """Entries of the vocabulary, without Megatron's padding."""
         return self.chunks[0].config.vocab_size
 
-    def weight_dtypes(self, choice: str) -> dict[str, torch.dtype]:
-        """For each of `parameters()`, the dtype of its values under UpdateConfig.weights; `export` then casts to it."""
+    def weight_dtypes(self, choice: str, biases_move: bool = False) -> dict[str, torch.dtype]:
+        """For each of `parameters()`, the dtype of its values under UpdateConfig.weights; `export` then casts to it.
+
+        What is no parameter here, another process's or a buffer, is exported likewise. `biases_move`: whether routers'
+        correction biases do, in fp32.
+        """
         folder = checkpoint_dtypes(self.folder)
         sources = {id(weight): names for weight, names in self.weight_sources()}
-        for task in self._conversion():  # other processes' too: every one exports all
-            names = _hf_names(task)
-            in_folder = [folder[name] for name in names if name in folder]
-            if in_folder and task.param_weight is None:
-                router = "router" in task.param_name
-                dtype = weight_dtype(choice, torch.float32 if router else self.dtype, in_folder, router)
-                self._exported |= dict.fromkeys(names, dtype)
         every = list(set(folder.values()))
+        for name, dtype in folder.items():  # without a task: a copy of what has one
+            self._exported[name] = weight_dtype(choice, self.dtype, [dtype], router=False)
+        for task in self._conversion():  # other processes' too: every one exports all
+            names, router, weight = _hf_names(task), "router" in task.param_name, task.param_weight
+            held = weight.dtype if weight is not None else torch.float32 if router else self.dtype
+            in_folder = [folder[name] for name in names if name in folder] or every
+            moves = biases_move and task.param_name.endswith("expert_bias")
+            dtype = held if moves else weight_dtype(choice, held, in_folder, router)
+            self._exported |= dict.fromkeys(names, dtype)
         dtypes: dict[str, torch.dtype] = {}
         for name, parameter in self.parameters().items():
             names = sources.get(id(parameter), [])
@@ -89,7 +98,7 @@ class PolicyModel:
         return dtypes
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), bit for bit: a cast to a parameter's weight dtype loses nothing.
+        """(Hugging Face name, tensor), bit for bit: a cast to a parameter's weight dtype loses nothing. Tied tensors once.
 
         Tensors may be views of the live weights: valid until they change.
         """
@@ -97,7 +106,8 @@ class PolicyModel:
             for name, tensor in self.bridge.export_hf_weights(
                 self.chunks, show_progress=False, conversion_tasks=self._conversion()
             ):
-                yield name, tensor.to(self._exported.get(name, tensor.dtype))
+                if name != self.copy:
+                    yield name, tensor.to(self._exported.get(name, tensor.dtype))
 
     def _conversion(self) -> Any:
         """Which Megatron tensors make which Hugging Face tensor: the same every time."""
@@ -120,6 +130,7 @@ def load_policy(
     """
     if not (Path(model_dir) / "config.json").is_file():
         raise BadInput(f"{model_dir} is no model folder: it has no config.json")
+    copy = tied_copy(Path(model_dir))
     megatron_cpu.install()
     from megatron.bridge import AutoBridge
 
@@ -135,12 +146,14 @@ def load_policy(
     provider = bridge.to_megatron_provider(load_weights=True)
     _configure(provider, dtype, config, settings or {})
     with megatron_cpu.cuda_means_cpu():
-        chunks = provider.provide_distributed_model(
+        chunks: list[Any] = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available()
         )
     if parallel.pipeline > 1 and chunks[0].config.share_embeddings_and_output_weights:
         raise BadInput(f"update.parallel.pipeline {parallel.pipeline}: {model_dir} ties its embeddings; use 1 stage")
-    return PolicyModel(bridge, chunks, dtype, model_dir)
+    if copy is not None and not chunks[0].config.share_embeddings_and_output_weights:
+        raise BadInput(f"{model_dir}: config.json ties the word embeddings, Megatron-Bridge does not: leave {copy} out")
+    return PolicyModel(bridge, chunks, dtype, model_dir, copy)
 
 
 def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
@@ -149,10 +162,11 @@ def _join_process_groups(parallel: ParallelConfig, seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
+        backend = BACKENDS if torch.cuda.is_available() else "gloo"
         if dist.is_torchelastic_launched():
-            dist.init_process_group(BACKENDS if torch.cuda.is_available() else "gloo")
+            dist.init_process_group(backend)
         else:  # an in-memory store: no port to collide on
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() != parallel.processes:
         raise BadInput(
             f"update.parallel: pipeline {parallel.pipeline} x tensor {parallel.tensor} x data {parallel.data} are "
@@ -195,6 +209,8 @@ def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: 
         # Stages tell each other each microbatch's length (the allgather dispatcher of MoE on a CPU refuses it: there, rows
         # are padded to one length).
         "variable_seq_lengths": parallel.pipeline > 1 and (torch.cuda.is_available() or not experts),
+        # Weights' gradients go where autograd puts them: there is no Megatron DDP here, whose buffers the fusion writes into.
+        "gradient_accumulation_fusion": False,
         # The loss is summed over tokens and already divided by the step's: schedules must not divide it again.
         "calculate_per_token_loss": True,
         # Balancing losses are pretraining's; in RL they would move the router away from the reward's gradient.
@@ -203,16 +219,27 @@ def _configure(provider: Any, dtype: torch.dtype, config: UpdateConfig, chosen: 
         "moe_z_loss_coeff": None,
         # Fused routing bypasses the replay of routed experts silently.
         "moe_router_fusion": False,
+        # Asked of models without experts too: Megatron's default does not go with stages that tell each other lengths.
+        **({} if experts else {"moe_token_dispatcher_type": "alltoall"}),
         "mtp_num_layers": None,
     }
     if config.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if not torch.cuda.is_available():
         settings |= dict.fromkeys(
-            ("gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",
-             "persist_layer_norm", "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"), False,
-        )  # fmt: skip
-        settings["moe_token_dispatcher_type"] = "allgather"
+            (
+                "bias_dropout_fusion",
+                "bias_activation_fusion",
+                "masked_softmax_fusion",
+                "persist_layer_norm",
+                "apply_rope_fusion",
+                "moe_permute_fusion",
+                "moe_grouped_gemm",
+            ),
+            False,
+        )
+        if experts:
+            settings["moe_token_dispatcher_type"] = "allgather"
         if hasattr(provider, "core_attention"):  # a family with layers of its own
             from tasks.update.attention import SegmentAttention
 

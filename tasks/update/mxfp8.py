@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infra.errors import BadInput
-from infra.mxfp8 import Mxfp8Config, rounded
+from infra.numerics.mxfp8 import Mxfp8Config, rounded
 from tasks.update.model import PolicyModel
 
 
@@ -31,8 +31,9 @@ class Mxfp8Products(torch.autograd.Function):
         return rounded(x) @ weights.along_inputs.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The gradients of x and w; w's only where it is trained."""
+        (grad,) = grad_outputs
         (x,) = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -104,7 +105,7 @@ def megatron_settings(config: Mxfp8Config, shapes: Mapping[str, tuple[int, ...]]
     settings = {
         "fp8": "e4m3",
         "fp8_recipe": "mxfp8",
-        "fp8_param": False,  # masters and what is published are quantised from the weights themselves
+        "fp8_param": False,  # masters and what is committed are quantised from the weights themselves
         "first_last_layers_bf16": bool(start or end),
         "num_layers_at_start_in_bf16": start,
         "num_layers_at_end_in_bf16": end,

@@ -153,8 +153,10 @@ class MasterAdamW:
         own = self.state()
         for key, value in own.items():
             if tensors[key].shape != value.shape or tensors[key].dtype != value.dtype:
-                raise RuntimeError(f"checkpoint tensor {key} is {tensors[key].dtype} {tuple(tensors[key].shape)}, "
-                                   f"this trainer's is {value.dtype} {tuple(value.shape)}")  # fmt: skip
+                raise RuntimeError(
+                    f"checkpoint tensor {key} is {tensors[key].dtype} {tuple(tensors[key].shape)}, "
+                    f"this trainer's is {value.dtype} {tuple(value.shape)}"
+                )
         for key, value in own.items():
             value.copy_(tensors[key])
         self._round_masters()

@@ -56,6 +56,10 @@ class Microbatch:
     padding: int = 0
     """Of the S tokens: how many, at the end, are no one's."""
 
+    def to(self, device: torch.device) -> "Microbatch":
+        """With the model's inputs, tokens and positions, on its device; what the loss needs goes there by itself."""
+        return replace(self, tokens_S=self.tokens_S.to(device), positions_S=self.positions_S.to(device))
+
     def padded(self, length: int) -> "Microbatch":
         """With a sequence of padding behind, `length` tokens in all; padding is no target, and routed by the trainer."""
         missing = length - len(self.tokens_S)

@@ -43,6 +43,7 @@ class Ranks:
         _sum([gradients[name] for name in experts], parallel_state.get_expert_data_parallel_group())
         counted = [gradients[name] for name in gradients if self._counts(name)]
         squares = sum((gradient.double().square().sum() for gradient in counted), torch.zeros((), dtype=torch.double))
+        squares = squares.cpu()  # as on a process that counts none: all must sum over one backend
         dist.all_reduce(squares)
         return float(squares.sqrt())
 
@@ -80,7 +81,8 @@ class Ranks:
         total: dict[str, Any] = {
             f.name: float(largest[i] if f.name in LARGEST else values[i]) for i, f in enumerate(fields(sums))
         }
-        return LossSums(**total | {"loss": torch.tensor(total["loss"]), "tokens": round(total["tokens"])})
+        total |= {"loss": torch.tensor(total["loss"]), "tokens": round(total["tokens"])}
+        return LossSums(**total)
 
     def count(self, number: int) -> int:
         """The sum over all processes of a number of samples; each counts as in `total`."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from infra.tensors import multiplies_bf16
+from infra.numerics.tensors import multiplies_bf16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

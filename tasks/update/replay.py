@@ -133,10 +133,10 @@ class RoutingReplay:
         """What the routers of `chunk` replay in its next forward: routes (and weights) of `self.layers`, or nothing."""
         for layer, replay in self.by_chunk[id(chunk)].items():
             at = self.layers.index(layer)
-            replay.target = routes_SLK if routes_SLK is None else Target(
-                self.own_tokens(routes_SLK[:, at]).long(),
-                None if weights_SLK is None else self.own_tokens(weights_SLK[:, at]),
-            )  # fmt: skip
+            replay.target = None
+            if routes_SLK is not None:
+                weights = None if weights_SLK is None else self.own_tokens(weights_SLK[:, at])
+                replay.target = Target(self.own_tokens(routes_SLK[:, at]).long(), weights)
 
     @contextmanager
     def recording(self, into: list[tuple[Tensor, Tensor]]) -> Iterator[None]:

@@ -10,13 +10,43 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infra.adapters import LoraConfig
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.mxfp8 import Mxfp8Config
-from infra.run import Stage
-from infra.store import Store
+from infra.config import Config
+from infra.numerics.mxfp8 import Mxfp8Config
+from infra.policy.adapters import LoraConfig
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef, ArtifactWriter, find_artifact, open_artifact
+from infra.storage.store import Store
 from tasks.update.config import UpdateConfig, WarmStartConfig
 from tasks.update.warm_start import warm_start
+
+
+class TrainerLoader(Config):
+    """Loads Megatron with a model."""
+
+    model: str
+    """A Hugging Face folder."""
+    config: UpdateConfig
+    """The update's settings."""
+    seed: int
+    """Of what the trainer draws."""
+    store: str
+    """URL of the store's root."""
+    checkpoints: str
+    """Where checkpoints lie in the store."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained; None: the whole policy."""
+    mxfp8: Mxfp8Config | None = None
+    """How linear layers and experts multiply; None: as `config.precision` says."""
+    model_name: str | None = None
+    """What an adapter's settings call the model. None: by the folder's name."""
+
+    def load(self) -> "ResidentTrainer":
+        """See `ResidentTrainer`."""
+        return ResidentTrainer(**dict(self))
+
+    def follow(self, engine: "ResidentTrainer", version: ArtifactRef) -> None:
+        """Bring it to the state right after an update."""
+        follow(engine, version)
 
 
 class ResidentTrainer:
@@ -25,22 +55,16 @@ class ResidentTrainer:
     def __init__(
         self,
         model: str,
-        config: dict[str, Any],
+        config: UpdateConfig,
         seed: int,
         store: str,
         checkpoints: str,
-        lora: dict[str, Any] | None = None,
-        mxfp8: dict[str, Any] | None = None,
+        lora: LoraConfig | None = None,
+        mxfp8: Mxfp8Config | None = None,
         model_name: str | None = None,
     ):
         """`model`: the folder; `model_name`: what an adapter's settings call it (None: by the folder's name)."""
-        self._arguments = (
-            model,
-            UpdateConfig.model_validate(config),
-            seed,
-            None if lora is None else LoraConfig.model_validate(lora),
-            None if mxfp8 is None else Mxfp8Config.model_validate(mxfp8),
-        )
+        self._arguments = (model, config, seed, lora, mxfp8)
         self.store, self.checkpoints, self.model_name = store, checkpoints, model_name
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -85,8 +109,10 @@ class ResidentTrainer:
 
         def write() -> None:
             try:
-                options = {"inputs": [update], "config_hash": self._arguments[1].digest()}
-                with Store.at(self.store).write(self.checkpoint_key(update), "checkpoint", **options) as writer:
+                key, settings = self.checkpoint_key(update), self._arguments[1].digest()
+                with ArtifactWriter(
+                    Store.at(self.store), key, "checkpoint", inputs=[update], config_hash=settings
+                ) as writer:
                     writer.tensors("state", tensors)
                     writer.json("state", state)
             except Exception as error:
@@ -107,7 +133,7 @@ class ResidentTrainer:
 
     def restore(self, update: ArtifactRef) -> bool:
         """Load the checkpoint of `update`; False if there is none."""
-        checkpoint = Store.at(self.store).find(self.checkpoint_key(update))
+        checkpoint = find_artifact(Store.at(self.store), self.checkpoint_key(update))
         if checkpoint is None:
             return False
         artifact = open_artifact(checkpoint)

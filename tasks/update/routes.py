@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.errors import BadInput
-from infra.records import ROUTES, SCORED, Routes, pack_routes, unpack_routes
+from infra.storage.schemas import ROUTES, SCORED, Routes, pack_routes, unpack_routes
 
 NONE = -1
 """Expert id where a token has no route: the trainer routes it itself."""
@@ -92,11 +92,12 @@ def parts(batch: pa.Table, model: RoutedModel | None, layers: Sequence[Sequence[
     rows = _rows(batch, [*ROUTES, "prompt_ids"])
     unpacked = [unpack_routes(row) for row in rows]
     digests = [
-        r and hashlib.blake2b(
+        r
+        and hashlib.blake2b(
             r.experts[: len(row["prompt_ids"])].tobytes() + r.mask[: len(row["prompt_ids"])].tobytes(), digest_size=16
         ).digest()
         for r, row in zip(unpacked, rows, strict=True)
-    ]  # fmt: skip
+    ]
     bare = bare.append_column(PROMPT_ROUTES, pa.array(digests, pa.binary()))
     made: dict[tuple[int, ...], pa.Table] = {}
     for own in map(tuple, layers):

@@ -1,9 +1,12 @@
 """The policy update: one optimizer step on a scored batch, applied once whatever happens."""
 
-from infra.actors import Engine, EngineSpec
-from infra.artifacts import ArtifactRef
-from infra.run import Stage
-from infra.stages import stage_task
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef
+from tasks.update import resident
+from tasks.update.resident import ResidentTrainer
 
 
 @stage_task("base")
@@ -19,44 +22,37 @@ def commit_base(stage: Stage, metadata: dict[str, str | int]) -> ArtifactRef:
 @stage_task("update")
 def update_policy(
     stage: Stage,
-    engine: EngineSpec,
+    engine: EngineSpec[ResidentTrainer],
     *,
     parent: ArtifactRef,
     scored: ArtifactRef,
     checkpoint: bool,
     timeout_s: float | None,
 ) -> ArtifactRef:
-    """Artifact of kind `update`: metrics.json, with inputs (parent update, scored batch)."""
+    """Artifact of kind `update`, with inputs (parent update, scored batch) and the step's metrics as metadata."""
     if done := stage.committed():
         return done
-    return Engine(engine).call(
-        "tasks.update.resident:update",
-        version=parent,
-        timeout_s=timeout_s,
-        stage=stage,
-        scored=scored,
-        checkpoint=checkpoint,
-    )
+    return Engine(engine, parent, timeout_s).call(resident.update, stage=stage, scored=scored, checkpoint=checkpoint)
 
 
 @stage_task("warm start")
 def warm_start_policy(
-    stage: Stage, engine: EngineSpec, *, parent: ArtifactRef, demonstrations: ArtifactRef, timeout_s: float | None
+    stage: Stage,
+    engine: EngineSpec[ResidentTrainer],
+    *,
+    parent: ArtifactRef,
+    demonstrations: ArtifactRef,
+    timeout_s: float | None,
 ) -> ArtifactRef:
     """Artifact of kind `update`, with inputs (parent update, demonstrations): the supervised steps, all in one."""
     if done := stage.committed():
         return done
-    return Engine(engine).call(
-        "tasks.update.resident:update",
-        version=parent,
-        timeout_s=timeout_s,
-        stage=stage,
-        scored=demonstrations,
-        checkpoint=True,
-    )
+    return Engine(engine, parent, timeout_s).call(resident.update, stage=stage, scored=demonstrations, checkpoint=True)
 
 
 @stage_task("checkpoint")
-def finish_checkpoint(stage: Stage, engine: EngineSpec, *, update: ArtifactRef, timeout_s: float | None) -> None:
+def finish_checkpoint(
+    stage: Stage, engine: EngineSpec[ResidentTrainer], *, update: ArtifactRef, timeout_s: float | None
+) -> None:
     """Wait until the checkpoint that was being written in the background is in the store."""
-    Engine(engine).call("tasks.update.resident:finish", version=update, timeout_s=timeout_s)
+    Engine(engine, update, timeout_s).call(resident.finish)

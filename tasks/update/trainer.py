@@ -10,11 +10,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from infra.adapters import LoraConfig, base_name, peft_config
 from infra.errors import BadInput, NonFiniteUpdate
-from infra.mirror import Mirror
-from infra.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
-from infra.tensors import checkpoint_shapes, dtype_name
+from infra.models.checkpoint import checkpoint_shapes
+from infra.numerics.mxfp8 import Mxfp8Config, quantize_tensors, quantized_names
+from infra.numerics.tensors import dtype_name
+from infra.policy.adapters import LoraConfig, base_name, peft_config
+from infra.policy.mirror import Mirror
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
 from tasks.update.config import UpdateConfig
@@ -28,6 +29,7 @@ from tasks.update.optimizer import MasterAdamW
 from tasks.update.packing import Microbatch, pack
 from tasks.update.parallel import Ranks
 from tasks.update.precision import resolve_precision
+from tasks.update.stacks import as_stacks, by_expert, stacks_of
 
 
 class Trainer:
@@ -37,9 +39,9 @@ class Trainer:
     """Updates made, those without anything to train on included."""
     broken = False
     """Never: see `group.TrainerGroup`."""
-    published: Mirror | None = None
-    """This process's share of the version that was published last, which the next one's changes are relative to
-    (tasks/sync/publish.py)."""
+    committed: Mirror | None = None
+    """This process's share of the version that was committed last, which the next one's changes are relative to
+    (tasks/sync/commit.py)."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class Trainer:
         self.forward = PolicyForward(self.model, config, mxfp8.sequence_multiple if mxfp8 and native else 1)
         self.adapter = None if lora is None else PolicyAdapter(self.model, lora)
         parameters = {name: p for name, p in self.model.parameters().items() if p.requires_grad}
-        dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights)
+        moving = config.router_bias_rate > 0
+        dtypes = {} if self.adapter is not None else self.model.weight_dtypes(config.weights, moving)
         self.ranks = Ranks(parameters)
         self.rank, self.processes = self.ranks.rank, self.ranks.number
         shares = self.ranks.shares() if config.shard_optimizer else {}
@@ -151,7 +154,9 @@ class Trainer:
             sums = self.ranks.total(gradients())
             loss, grad_norm = float(sums.loss), self.ranks.sum_gradients(self.optimizer)
             if not (np.isfinite(loss) and np.isfinite(grad_norm)):
-                raise NonFiniteUpdate(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; nothing was applied")
+                raise NonFiniteUpdate(
+                    f"step {self.step + 1}: loss {loss}, gradient norm {grad_norm}; nothing was applied"
+                )
             check_mismatch(sums.k3 / max(sums.tokens, 1), self.config.correction)
             if apply:
                 self.optimizer.step(lr, grad_norm)
@@ -298,7 +303,7 @@ class Trainer:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the policy. Tensors may be live: use them before the next update.
 
-        With an adapter: that alone, by PEFT's names. In MXFP8: elements and scales (infra/mxfp8.py).
+        With an adapter: that alone, by PEFT's names. In MXFP8: elements and scales (infra/numerics/mxfp8.py).
         """
         if self.adapter is not None:
             return iter(self.adapter.export().items())
@@ -320,7 +325,7 @@ class Trainer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that a bit-identical continuation needs: tensors (safetensors-able, live until the next update)
         and JSON. The reference policy is not in it: it is the model folder's."""
-        tensors = self.optimizer.state()
+        tensors = by_expert(self.optimizer.state(), stacks_of(self.optimizer.parameters))
         tensors |= {f"buffer.{name}": buffer for name, buffer in self.model.buffers().items()}
         tensors["rng"] = torch.get_rng_state()
         return tensors, {"format": 1, "step": self.step, "dtype": str(self.model.dtype)}
@@ -330,7 +335,8 @@ class Trainer:
         if meta.get("format") != 1 or meta.get("dtype") != str(self.model.dtype):
             raise BadInput(f"checkpoint {meta} does not fit a trainer in {self.model.dtype} (format 1)")
         buffers = {name: (buffer, tensors[f"buffer.{name}"]) for name, buffer in self.model.buffers().items()}
-        self.optimizer.load_state(tensors)
+        own = self.optimizer.state()
+        self.optimizer.load_state(as_stacks(tensors, own, stacks_of(self.optimizer.parameters)))
         self._forget_rounded()
         for buffer, saved in buffers.values():
             buffer.copy_(saved)

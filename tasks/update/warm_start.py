@@ -1,13 +1,16 @@
 """A supervised warm start: some steps on solutions, for a model that could not earn a first reward otherwise."""
 
-import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from infra.errors import BadInput
+from infra.models.catalog import vocab_size
+from infra.models.chat import prompt_ids
+from infra.models.vocabulary import first_foreign, foreign_fault
 from tasks.update.config import WarmStartConfig
 
 if TYPE_CHECKING:
@@ -32,18 +35,19 @@ def tokenized(table: pa.Table, model_dir: str) -> list[Pair]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-    if tokenizer.eos_token_id is None:
+    end, size = tokenizer.eos_token_id, vocab_size(Path(model_dir))
+    if end is None:
         raise BadInput(f"warm_start: the tokenizer of {model_dir} has no end-of-sequence token to end a solution with")
     pairs = []
     for row in table.to_pylist():
-        if row["messages"]:
-            prompt = tokenizer.apply_chat_template(
-                json.loads(row["messages"]), tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        else:
-            prompt = tokenizer(row["text"])["input_ids"]
-        solution = tokenizer(row["solution"], add_special_tokens=False)["input_ids"]
-        pairs.append((list(prompt), [*solution, tokenizer.eos_token_id]))
+        prompt = prompt_ids(tokenizer, row)
+        solution = list(tokenizer(row["solution"], add_special_tokens=False)["input_ids"])
+        if solution[-1:] != [end]:  # one that brings its end along gets no second one
+            solution.append(end)
+        if (token := first_foreign([*prompt, *solution], size)) is not None:
+            text = tokenizer.convert_ids_to_tokens(token)
+            raise BadInput(f"warm_start: prompt {row['prompt_id']!r}: {foreign_fault(token, text, size)}")
+        pairs.append((prompt, solution))
     return pairs
 
 

@@ -82,7 +82,7 @@ def variant(model: Path, folder: Path, rank: int = 0, stock: bool = False, pp: i
     """Settings of one engine; its adapter is random, and written once."""
     import torch
 
-    from infra.adapters import LoraConfig
+    from infra.policy.adapters import LoraConfig
 
     targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     config = LoraConfig(rank=max(rank, 1), alpha=2 * max(rank, 1), targets=tuple(targets))
@@ -104,8 +104,8 @@ def random_adapter(model: Path, folder: Path, config: Any) -> Path:
     """An adapter on every linear layer with an A of its own for each, in PEFT's format."""
     import torch
 
-    from infra.adapters import PREFIX, peft_config, write_folder
-    from infra.tensors import checkpoint_shapes
+    from infra.models.checkpoint import checkpoint_shapes
+    from infra.policy.adapters import PREFIX, peft_config, write_folder
 
     if not folder.is_dir():
         generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.server import LocalPrefect
+from infra.orchestration.server import LocalPrefect
 from tests.bench import harness, ours
 
 PORT = 4277

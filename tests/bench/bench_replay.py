@@ -103,7 +103,7 @@ def train(folder: Path, stages: int) -> dict[str, float]:
     """
     import pyarrow.parquet as parquet
 
-    from infra.records import ROUTES
+    from infra.storage.schemas import ROUTES
     from tasks.update.config import UpdateConfig
     from tasks.update.group import make_trainer
 
@@ -122,7 +122,7 @@ def transport(folder: Path) -> dict[str, float]:
     """What the routes add on their way: packed by the engine, stored twice, read, checked, cut and unpacked."""
     import pyarrow.parquet as parquet
 
-    from infra.records import ROUTES, pack_routes, unpack_routes
+    from infra.storage.schemas import ROUTES, pack_routes, unpack_routes
     from tasks.update import routes
     from tasks.update.batch import read_samples
 

@@ -27,14 +27,16 @@ import torch
 import zstandard
 
 from flows.settings import load_config
-from infra import policy, policy_read, policy_write
-from infra.artifacts import ArtifactRef
-from infra.codec import frame
-from infra.codec.layout import layout_of, words
-from infra.run import Run, Stage
-from infra.store import Store
+from infra.policy import reader, writer
+from infra.policy.codec import frame
+from infra.policy.codec.layout import layout_of, words
+from infra.policy.version import describe
+from infra.runs.run import Run
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.store import Store
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
 from tests.bench.ours import HOME, REPOSITORY
 
 VERSIONS = 50
@@ -94,7 +96,7 @@ def _train(profile: str, stages: list[Stage]) -> None:
     for number, stage in enumerate(stages):
         if number:
             trainer.update(_some_prompts(batches[number % len(batches)], rng))
-        parent = publish(trainer, stage, SyncConfig(form="full"), parent)
+        parent = commit(trainer, stage, SyncConfig(form="full"), parent)
         print(f"{profile}: version {number}", flush=True)
 
 
@@ -233,11 +235,11 @@ def _entropies(sizes: np.ndarray, events: dict[int, int]) -> tuple[float, float]
 
 def _pairs(refs: list[ArtifactRef], name: str) -> dict[str, float]:
     assert len(refs) > VERSIONS
-    mirror = policy_read.mirror_of(refs[0])
+    mirror = reader.mirror_of(refs[0])
     old = {name: mirror.tensor(name).clone() for name in mirror.names}
     pairs: list[_Pair] = []
     for ref in refs[1:]:
-        mirror.fill(policy_read.read(ref), ref)
+        mirror.fill(reader.read(ref), ref)
         new = {name: mirror.tensor(name) for name in mirror.names}
         pair = _pair(old, new)
         if pair.changed:  # a step whose samples all earned the same changes nothing
@@ -274,11 +276,11 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
 
     model = prepare_model("smollm2", HOME / "models")
     engine = RolloutEngine(str(model), RolloutConfig(max_model_len=256, kv_cache_gib=0.2))
-    from infra.follow import follow, updates
+    from infra.policy.follow import follow, updates
 
     follow(engine, refs[0])
-    mirror = policy_read.mirror_of(refs[0])
-    after = policy_read.mirror_of(refs[0])
+    mirror = reader.mirror_of(refs[0])
+    after = reader.mirror_of(refs[0])
     size = sum(mirror.tensor(name).nbytes for name in mirror.names)
     elements = sum(mirror.tensor(name).numel() for name in mirror.names)
     published, prepared, paused = _Peak(), _Peak(), _Peak()
@@ -286,16 +288,22 @@ def _engine(refs: list[ArtifactRef]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         store = Store.at(folder)
         for number, ref in enumerate(refs[1 : TIMED + 2], 1):
-            after.fill(policy_read.read(ref), ref)
+            after.fill(reader.read(ref), ref)
             # As an export makes them, one by one.
             tensors = ((name, after.tensor(name).clone()) for name in after.names)
             differing = sum(int(np.count_nonzero(mirror.words(n) != after.words(n))) for n in mirror.names)
             with published:
-                part = policy_write.delta_part(store, f"v{number}", tensors, mirror)
-                written, _ = policy_write.commit(
-                    store, f"v{number}", lambda part=part: [part], form="delta", version=number, step=number,
-                    parent=at, base=policy.describe(at).policy_digest,
-                )  # fmt: skip
+                part = writer.delta_part(store, f"v{number}", tensors, mirror)
+                written, _ = writer.commit(
+                    store,
+                    f"v{number}",
+                    lambda part=part: [part],
+                    form="delta",
+                    version=number,
+                    step=number,
+                    parent=at,
+                    base=describe(at).policy_digest,
+                )
             mirror.ref = at = written
             way = updates(engine, written)
             with prepared:

@@ -43,8 +43,20 @@ def _trl(microbatch: int) -> float:
         out = Path(folder) / "trl.json"
         script = REPOSITORY / "tests" / "bench" / "trl_baseline" / "run.py"
         model = HOME / "models" / "smollm2"
-        command = [ENVIRONMENT / "bin" / "python", script, "--model", model, "--steps", str(TRL_STEPS), "--json", out,
-                   "--learning-rate", LEARNING_RATE, "--microbatch", str(microbatch)]  # fmt: skip
+        command = [
+            ENVIRONMENT / "bin" / "python",
+            script,
+            "--model",
+            model,
+            "--steps",
+            str(TRL_STEPS),
+            "--json",
+            out,
+            "--learning-rate",
+            LEARNING_RATE,
+            "--microbatch",
+            str(microbatch),
+        ]
         subprocess.run(command, cwd=REPOSITORY, check=True)
         return json.loads(out.read_text())["tokens_per_second"]
 

@@ -35,10 +35,18 @@ def stock(settings: dict[str, Any]) -> tuple[Any, Any]:
 
     rank = settings["rank"]
     llm = vllm.LLM(
-        settings["model"], dtype=settings["dtype"], enforce_eager=settings["eager"], max_model_len=256, block_size=32,
-        kv_cache_memory_bytes=2**28, **LIMITS, enable_lora=bool(rank), max_lora_rank=rank or 16,
-        tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
-    )  # fmt: skip
+        settings["model"],
+        dtype=settings["dtype"],
+        enforce_eager=settings["eager"],
+        max_model_len=256,
+        block_size=32,
+        kv_cache_memory_bytes=2**28,
+        **LIMITS,
+        enable_lora=bool(rank),
+        max_lora_rank=rank or 16,
+        tensor_parallel_size=settings["tp"],
+        pipeline_parallel_size=settings["pp"],
+    )
     return llm, LoRARequest("policy", 1, settings["adapter"]) if rank else None
 
 
@@ -46,15 +54,19 @@ def ours(settings: dict[str, Any]) -> tuple[Any, Any]:
     """The rollout engine."""
     from safetensors.torch import load_file
 
-    from infra.adapters import LoraConfig
+    from infra.policy.adapters import LoraConfig
     from tasks.rollout.config import RolloutConfig
     from tasks.rollout.engine import RolloutEngine
 
     lora = LoraConfig.model_validate(settings["lora"]) if settings["rank"] else None
     config = RolloutConfig(
-        max_model_len=256, kv_cache_gib=0.25, dtype=settings["dtype"], engine=LIMITS,
-        tensor_parallel_size=settings["tp"], pipeline_parallel_size=settings["pp"],
-    )  # fmt: skip
+        max_model_len=256,
+        kv_cache_gib=0.25,
+        dtype=settings["dtype"],
+        engine=LIMITS,
+        tensor_parallel_size=settings["tp"],
+        pipeline_parallel_size=settings["pp"],
+    )
     engine = RolloutEngine(settings["model"], config, lora)
     if lora is not None:
         folder = Path(settings["adapter"])

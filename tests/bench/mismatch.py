@@ -26,8 +26,8 @@ def main() -> None:
 def measure(settings: dict[str, Any]) -> dict[str, float]:
     """k3 and the largest logprob difference of one policy's rollouts, and what each correction does to their tokens; with
     the rollouts' routes replayed and without, where there are routes."""
-    from infra.mxfp8 import Mxfp8Config
-    from infra.records import ROUTES
+    from infra.numerics.mxfp8 import Mxfp8Config
+    from infra.storage.schemas import ROUTES
     from tasks.rollout.config import RolloutConfig
     from tasks.rollout.engine import RolloutEngine
     from tasks.update.config import UpdateConfig
@@ -94,7 +94,7 @@ def prompts() -> Any:
     """The quickstart's questions."""
     import pyarrow as pa
 
-    from infra import records
+    from infra.storage import schemas
 
     rows = [
         {
@@ -109,7 +109,7 @@ def prompts() -> Any:
         }
         for index in range(PROMPTS)
     ]
-    return pa.Table.from_pylist(rows, schema=records.PROMPT)
+    return pa.Table.from_pylist(rows, schema=schemas.PROMPT)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from prefect.artifacts import (
 )
 
 import flows.train  # noqa: F401  (a flow starts with its imports)
-from infra.artifacts import ArtifactRef
-from infra.events import PolicyCommitted, emit
-from infra.run import Stage
-from infra.stages import stage_task
+from infra.orchestration.events import PolicyCommitted, emit
+from infra.orchestration.stage_task import stage_task
+from infra.runs.stages import Stage
+from infra.storage.artifacts import ArtifactRef
 
 STAGES = ("rollout", "reward", "update", "publish", "sync")
 REF = ArtifactRef(kind="policy", uri="file:///nowhere", digest="blake3:00")

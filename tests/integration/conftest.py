@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from infra import s3
-from infra.s3_server import S3Server
-from tests.faulty_s3 import FaultyS3
+from infra.storage import s3
+from infra.storage.s3_server import S3Server
+from tests.support.faulty_s3 import FaultyS3
 
 
 @pytest.fixture(scope="module")

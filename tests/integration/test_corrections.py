@@ -11,7 +11,7 @@ import torch
 
 from tasks.update.config import CorrectionConfig, UpdateConfig
 from tests.integration.test_trainer import VOCABULARY, gradients, make_trainer
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 BAND = {"low": 0.5, "high": 2.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -66,10 +66,15 @@ def shifted(llama: Path) -> Shifted:
             logprobs[mask] -= shifts[-1]
             logprobs[~mask] = np.nan
             advantage = 0.0 if len(rows) == SKIPPED else float(rng.choice([-1, 1]) * rng.uniform(0.5, 2))
-            rows.append({
-                "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs.tolist(),
-                "loss_mask": mask.tolist(), "advantage": advantage,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "prompt_ids": prompt,
+                    "response_ids": response,
+                    "logprobs": logprobs.tolist(),
+                    "loss_mask": mask.tolist(),
+                    "advantage": advantage,
+                }
+            )
     return Shifted(pa.Table.from_pylist(rows), shifts)
 
 
@@ -100,18 +105,31 @@ def by_hand(shifted: Shifted, config: UpdateConfig) -> tuple[dict[str, float], l
         stopped = (ratio * advantage > clipped * advantage) & (weight > 0)
         slopes.append(np.where(stopped, 0, -advantage * weight * ratio) / total)
         for name, values in {
-            "loss": -np.minimum(ratio * advantage, clipped * advantage) * weight / total, "k": k, "k3": k - 1 - x,
-            "weight": weight, "truncated": (k > correction.high) * (correction.tokens == "truncate"),
-            "masked": weight == 0, "clipped": stopped,
-        }.items():  # fmt: skip
+            "loss": -np.minimum(ratio * advantage, clipped * advantage) * weight / total,
+            "k": k,
+            "k3": k - 1 - x,
+            "weight": weight,
+            "truncated": (k > correction.high) * (correction.tokens == "truncate"),
+            "masked": weight == 0,
+            "clipped": stopped,
+        }.items():
             tokens[name].append(values)
     of = {name: np.concatenate(values) for name, values in tokens.items()}
     return {
-        "loss": of["loss"].sum(), "policy_loss": of["loss"].sum(), "loss_tokens": total, "skipped_samples": 1,
-        "ratio_mean": of["k"].mean(), "ratio_max": of["k"].max(), "k3_mean": of["k3"].mean(), "logprob_diff_max": 10,
-        "correction_weight_mean": of["weight"].mean(), "truncated_fraction": of["truncated"].mean(),
-        "masked_fraction": of["masked"].mean(), "masked_sequences": dropped, "clip_fraction": of["clipped"].mean(),
-    }, slopes  # fmt: skip
+        "loss": of["loss"].sum(),
+        "policy_loss": of["loss"].sum(),
+        "loss_tokens": total,
+        "skipped_samples": 1,
+        "ratio_mean": of["k"].mean(),
+        "ratio_max": of["k"].max(),
+        "k3_mean": of["k3"].mean(),
+        "logprob_diff_max": 10,
+        "correction_weight_mean": of["weight"].mean(),
+        "truncated_fraction": of["truncated"].mean(),
+        "masked_fraction": of["masked"].mean(),
+        "masked_sequences": dropped,
+        "clip_fraction": of["clipped"].mean(),
+    }, slopes
 
 
 def plain_gradient(folder: Path, batch: pa.Table, slopes: list[np.ndarray]) -> dict[str, torch.Tensor]:

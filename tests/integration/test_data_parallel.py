@@ -10,16 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import policy, policy_read
-from infra.artifacts import ArtifactRef
-from infra.files import Files
 from infra.models import megatron_cpu
-from infra.run import Run
+from infra.policy import reader
+from infra.policy.version import describe, digest_tensors
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.files import Files
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
-from tests.integration.processes import run_module
 from tests.integration.test_trainer import assert_same, exported, scored
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
+from tests.support.processes import run_module
 
 WEIGHTS = ("float32", "bfloat16")
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -28,9 +29,13 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "shared": {"parallel": {"data": 2}, "shard_optimizer": True},
 }
 SETTINGS = {
-    "precision": "float32", "microbatch_tokens": 30, "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1,
+    "precision": "float32",
+    "microbatch_tokens": 30,
+    "lr": 1e-2,
+    "eps": 1e-3,
+    "weight_decay": 0.1,
     "correction": {"sequences": "mask", "sequence_low": 0.8, "sequence_high": 1.25},
-}  # fmt: skip
+}
 """eps: a step is a smooth function of the gradient, so that tolerances mean something."""
 _open = Files.open
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -93,9 +98,9 @@ def test_each_process_publishes_its_share_and_a_store_s_fault_leaves_them_togeth
     for number, digest in enumerate(digests):
         ref = run.stage("policy", number, []).committed()
         assert ref is not None
-        assert policy.describe(ref).policy_digest == digest == policy.digest_tensors(policy_read.read(ref))
+        assert describe(ref).policy_digest == digest == digest_tensors(reader.read(ref))
         if number:
-            writers = {frame.file.rpartition("-")[0] for frame in policy.describe(ref).frames or []}
+            writers = {frame.file.rpartition("-")[0] for frame in describe(ref).frames or []}
             assert writers == {"delta-r00", "delta-r01"}
     assert len(set(digests)) == len(digests)
 
@@ -140,10 +145,10 @@ def _publish(out: Path) -> None:
         if step == 2:
             trainer.each(_fill_disk, True)
             with pytest.raises(OSError, match="no space"):
-                publish(trainer, stage, SyncConfig(), parent)
+                commit(trainer, stage, SyncConfig(), parent)
             trainer.each(_fill_disk, False)
-        refs.append(publish(trainer, stage, SyncConfig(), parent))
-        digests.append(policy.digest_tensors(trainer.export()))
+        refs.append(commit(trainer, stage, SyncConfig(), parent))
+        digests.append(digest_tensors(trainer.export()))
     trainer.close()
     (out / "digests.json").write_text(json.dumps(digests))
 

@@ -2,11 +2,11 @@
 
 import json
 
-from infra.artifacts import open_artifact
-from infra.run import Stage
+from infra.runs.stages import Stage
+from infra.storage.artifacts import open_artifact
 from tasks.dataset.config import DatasetConfig
 from tasks.dataset.task import prepare_dataset
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 
 def write(path, answers: list[int]) -> None:

@@ -1,6 +1,7 @@
 """The pipeline as it lives in Prefect: a real server, a real worker, the deployments of prefect.yaml."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -14,15 +15,15 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
-from flows.failures import default_run
+from flows.reporting.failures import default_run
 from flows.settings import PROFILES
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.run import Run
-from infra.server import HOST, LocalPrefect
-from infra.store import Store
-from tests.integration.browser import chromium, screenshot
-from tests.integration.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
-from tests.models import write_tiny_llama
+from infra.orchestration.server import HOST, LocalPrefect
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from infra.storage.store import Store
+from tests.support.browser import chromium, screenshot
+from tests.support.models import write_tiny_llama
+from tests.support.prefect_service import ENVIRONMENT, SECRET, Service, kill_flow, processes_of
 
 pytestmark = pytest.mark.timeout(900)  # the first test that needs a trained run waits for it
 
@@ -149,10 +150,16 @@ def test_nothing_of_a_finished_flow_run_is_left(small: Service, trained: tuple):
     small.until("its processes are gone", lambda: not processes_of(run), 30)
 
 
+def pages(service: Service, run: FlowRun) -> str:
+    """What the keys of a training run's pages begin with."""
+    name = default_run(str(run.id))
+    return f"{name}-{Run(store=service.store, name=name).id()}"
+
+
 @pytest.mark.slow
 def test_a_run_leaves_the_artifacts_that_a_person_wants(small: Service, trained: tuple):
     run, _ = trained
-    name = default_run(str(run.id))
+    name = pages(small, run)
     artifacts = small.artifacts(run)
     kind, table = artifacts[f"{name}-samples"]
     assert kind == "table"
@@ -206,10 +213,23 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     problems.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": i}) + "\n" for i in range(40)))
     known = {run.id for run in small.runs_of("train")}
     output = subprocess.run(
-        [sys.executable, "-m", "flows.produce_dataset", str(problems), "--store", small.store, "--name", "addition",
-         "--environment", ENVIRONMENT],
-        env=small.prefect.environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "flows.produce_dataset",
+            str(problems),
+            "--store",
+            small.store,
+            "--name",
+            "addition",
+            "--environment",
+            ENVIRONMENT,
+        ],
+        env=small.prefect.environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
     assert output.returncode == 0, output.stderr
     run = small.until("a run starts", lambda: next((r for r in small.runs_of("train") if r.id not in known), None), 60)
     assert run.parameters["dataset"]["uri"] in output.stdout
@@ -228,8 +248,9 @@ def test_another_pipelines_event_starts_a_run_and_a_cancelled_one_frees_everythi
     small.until("it is told, and not as a crash", lambda: told() == ["Cancelled"], 30)
     small.until(
         "its slot is free",
-        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0, 120,
-    )  # fmt: skip
+        lambda: small.client.read_global_concurrency_limit_by_name("machine").active_slots == 0,
+        120,
+    )
 
 
 @pytest.mark.slow
@@ -274,7 +295,7 @@ def test_a_person_starts_a_run_by_the_form_and_sees_its_graph_and_artifacts(smal
         page.wait_for_timeout(1500)  # the graph is drawn, not written: the screenshot shows it
         screenshot(page, "run")
         page.get_by_text("Artifacts", exact=True).click()
-        page.get_by_text("named-in-the-form-dataset").first.click()
+        page.get_by_text(re.compile("named-in-the-form-[0-9a-f]{12}-dataset")).first.click()
         page.get_by_text("the first prompts of train").wait_for()
         screenshot(page, "artifact")
 
@@ -288,7 +309,7 @@ def test_a_person_sees_the_schedule_the_trigger_and_the_picture(small: Service, 
         page.get_by_text("nightly").wait_for()
         page.get_by_text("policyflow: train smollm2-cpu on a finished dataset").wait_for()
         screenshot(page, "deployment")
-        newest = {"artifacts": {"key": {"any_": [f"{default_run(str(run.id))}-curves"]}}, "sort": "CREATED_DESC"}
+        newest = {"artifacts": {"key": {"any_": [f"{pages(small, run)}-curves"]}}, "sort": "CREATED_DESC"}
         curves = small.client.request("POST", "/artifacts/filter", json=newest).json()[0]
         page.goto(f"{small.prefect.ui_url}/artifacts/artifact/{curves['id']}")
         page.locator("img").first.wait_for()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save, save_file
 
-from infra.adapters import LoraConfig, fuse_experts, fused_config, merged, peft_config, write_folder
 from infra.errors import BadInput
-from infra.policy import describe
-from infra.run import Run
+from infra.policy.adapters import LoraConfig, fuse_experts, fused_config, merged, peft_config, write_folder
+from infra.policy.version import describe
+from infra.runs.run import Run
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
 from tasks.update.config import UpdateConfig
 from tasks.update.resident import ResidentTrainer
-from tests.integration import tiny_models
 from tests.integration.test_trainer import scored
+from tests.support import tiny_models
 
 LORA = LoraConfig(rank=4, alpha=8)
 PROBE = [[5, 9, 200, 33, 17] * 5, [7, 8, 3]]
@@ -151,10 +151,10 @@ def test_equal_adapters_of_equal_models_are_equal_versions_wherever_the_model_li
             tiny_models.dense(model)
         root = tmp_path / f"{place} {name}"
         trainer = ResidentTrainer(
-            str(model), {"precision": "float32"}, 0, f"file://{root}", "checkpoints", LORA.model_dump(), model_name=name
+            str(model), UpdateConfig(precision="float32"), 0, f"file://{root}", "checkpoints", LORA, model_name=name
         )
         run = Run(store=f"file://{root}", name="r")
-        ref = publish(trainer, run.stage("policy", 0, []), SyncConfig(), parent=None)
+        ref = commit(trainer, run.stage("policy", 0, []), SyncConfig(), parent=None)
         digests[place, name] = ref.digest
         settings = describe(ref).adapter_config
         assert settings is not None and settings["base_model_name_or_path"] == (name or "tiny")

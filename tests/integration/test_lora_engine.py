@@ -12,16 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import policy_write, records
-from infra.adapters import PREFIX, LoraConfig, merged, peft_config
 from infra.errors import BadInput
-from infra.store import Store
+from infra.policy import writer
+from infra.policy.adapters import PREFIX, LoraConfig, merged, peft_config
+from infra.storage import schemas
+from infra.storage.store import Store
 from tasks.publish.folder import write_adapter
 from tasks.rollout import tuned
 from tasks.rollout.engine import RolloutEngine
-from tests.integration import tiny_models
-from tests.integration.engines import PROBE, PROMPTS
 from tests.integration.test_rollout_engine import SETTINGS
+from tests.support import tiny_models
+from tests.support.vllm_engines import PROBE, PROMPTS
 
 TARGETS = ("linear_qkv", "linear_gate", "linear_proj", "linear_fc1", "linear_fc2")
 LORA = LoraConfig(rank=4, alpha=8, targets=TARGETS)
@@ -129,7 +130,7 @@ def test_samples_are_of_the_adapted_policy_and_carry_its_version_and_routes(mode
         scored = model.engine.token_logprobs([row["prompt_ids"] + row["response_ids"]])[0]
         assert np.allclose(row["logprobs"], scored[-len(row["response_ids"]) :], atol=1e-3)
     if model.engine._route_layers:
-        routes = records.unpack_routes(table.slice(0, 1).to_pylist()[0])
+        routes = schemas.unpack_routes(table.slice(0, 1).to_pylist()[0])
         assert routes is not None and len(routes.layers) == 3 and routes.mask[:-1].all()
         assert routes.experts.shape[-1] in (2, 4) and len(np.unique(routes.experts[routes.mask])) > 2
 
@@ -165,7 +166,7 @@ def test_what_does_not_fit_is_refused_and_the_policy_stays(model: Model):
 def publish_adapter(root: Path, tensors: dict[str, torch.Tensor], fused: bool) -> Path:
     """What `flows publish adapter_folder=...` writes of a version with this adapter."""
     store = Store.at(f"file://{root}/store")
-    version = policy_write.write_full(
+    version = writer.write_full(
         store, "policy", tensors.items(), version=1, step=1, adapter_config=peft_config(LORA, tensors)
     )
     write_adapter(version, root / "adapter", fused_experts=fused)

@@ -1,32 +1,42 @@
 """A trainer that runs out of memory is replaced by one with half the microbatch, until it fits."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from flows.config import TrainConfig
-from flows.memory import within_memory
+from flows.microbatch import within_memory
 from flows.session import Session
-from infra.actors import Engine, EngineSpec, stop_ray
-from infra.artifacts import ArtifactRef
+from infra.engines.cluster import stop_ray
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
 from infra.errors import OutOfMemory
-from infra.progress import Progress
-from infra.run import Run
+from infra.orchestration.progress import Progress
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef
 
-HERE = "tests.integration.test_memory"
 DONE = ArtifactRef(kind="update", uri="file:///x", digest="blake3:00")
 
 
 class Hungry:
     """An engine that needs more memory the larger its microbatch is: 4 GiB at 16 tokens, and no machine has 64's."""
 
-    def __init__(self, config: dict[str, Any], need: int = 8):
-        self.tokens, self.need = config["microbatch_tokens"], need
+    def __init__(self, tokens: int, need: int):
+        self.tokens, self.need = tokens, need
 
 
-def follow(engine: Hungry, ref: ArtifactRef) -> None:
-    pass
+@dataclass(frozen=True)
+class HungryLoader:
+    tokens: int
+    need: int
+
+    def load(self) -> Hungry:
+        return Hungry(self.tokens, self.need)
+
+    def follow(self, engine: Hungry, version: ArtifactRef) -> None:
+        pass
 
 
 def update(engine: Hungry) -> int:
@@ -38,9 +48,8 @@ class HungrySession(Session):
     need: int
 
     @property
-    def trainer(self) -> EngineSpec:
-        settings = {"config": {"microbatch_tokens": self.microbatch_tokens}, "need": self.need}
-        return EngineSpec(name="hungry/trainer", factory=f"{HERE}:Hungry", settings=settings, follow=f"{HERE}:follow")
+    def trainer(self) -> EngineSpec[Any]:
+        return EngineSpec(name="hungry/trainer", loader=HungryLoader(self.microbatch_tokens, self.need))
 
 
 @pytest.fixture
@@ -59,7 +68,7 @@ def test_the_microbatch_is_halved_until_it_fits_and_a_resume_knows(session: Hung
 
     def step() -> ArtifactRef:
         tried.append(session.microbatch_tokens)
-        Engine(session.trainer).call(f"{HERE}:update")
+        Engine(session.trainer).call(update)
         return DONE
 
     assert within_memory(session, 3, step) == DONE
@@ -74,4 +83,4 @@ def test_the_microbatch_is_halved_until_it_fits_and_a_resume_knows(session: Hung
 def test_what_does_not_fit_at_all_says_so(session: HungrySession):
     session.need = 10
     with pytest.raises(OutOfMemory, match=r"step 4 does not fit in memory with microbatches of 16 tokens"):
-        within_memory(session, 3, lambda: Engine(session.trainer).call(f"{HERE}:update"))
+        within_memory(session, 3, lambda: Engine(session.trainer).call(update))

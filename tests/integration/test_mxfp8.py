@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from infra import policy
-from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
-from infra.follow import follow
 from infra.models import megatron_cpu
-from infra.mxfp8 import Mxfp8Config, dequantize, quantize, rounded, scale_exponents
-from infra.run import Run
+from infra.numerics.mxfp8 import Mxfp8Config, dequantize, quantize, rounded, scale_exponents
+from infra.policy.follow import follow
+from infra.policy.version import describe, digest_tensors
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
 from tasks.update.config import UpdateConfig
-from tests.integration import tiny_models
 from tests.integration.test_trainer import scored
-from tests.unit.sync.engines import TensorTrainer
+from tests.support import tiny_models
+from tests.support.tensor_engine import TensorTrainer
 
 megatron_cpu.install()  # before vLLM is imported: trainer and engine share a process here, as they never do in a run
 MXFP8 = Mxfp8Config(emulation=True)
@@ -141,7 +141,7 @@ def test_an_engine_follows_by_what_changed_and_holds_what_whole_versions_give(pa
     source = TensorTrainer({})
     for step in range(3):
         source.tensors = {name: tensor.clone() for name, tensor in trainer.export()}
-        refs.append(publish(source, run.stage("policy", step, []), SyncConfig(), refs[-1] if refs else None))
+        refs.append(commit(source, run.stage("policy", step, []), SyncConfig(), refs[-1] if refs else None))
         pair.engine.apply(source.export(), f"v{step}")
         served.append(pair.engine.token_logprobs(PROBE))
         trainer.update(scored(step))
@@ -154,11 +154,11 @@ def test_an_engine_follows_by_what_changed_and_holds_what_whole_versions_give(pa
         assert pair.engine.token_logprobs(PROBE) == served[1]
         with mock.patch.object(sink._sink, "commit", side_effect=RuntimeError("a kernel")), pytest.raises(RuntimeError):
             follow(pair.engine, refs[2])
-        assert pair.engine.version == policy.describe(refs[1]).policy_digest
+        assert pair.engine.version == describe(refs[1]).policy_digest
         assert pair.engine.token_logprobs(PROBE) == served[1]
         follow(pair.engine, refs[2])
     assert pair.engine.token_logprobs(PROBE) == served[2]
-    assert policy.digest_tensors((name, sink.mirror.tensor(name)) for name in sink.mirror.names) == pair.engine.version
+    assert digest_tensors((name, sink.mirror.tensor(name)) for name in sink.mirror.names) == pair.engine.version
 
 
 def test_a_version_holds_elements_and_scales_of_the_layers_and_nothing_else_quantised(pair: Pair):
@@ -184,12 +184,13 @@ def test_an_engine_s_own_weights_are_rounded_as_a_version_s(pair: Pair):
 def _reload_and_emulate(worker: Any, folder: str) -> None:
     from safetensors.torch import load_file
 
-    from infra.mxfp8 import quantized_names
-    from infra.tensors import checkpoint_shapes
-    from tasks.rollout import mxfp8, weights
+    from infra.models.checkpoint import checkpoint_shapes
+    from infra.numerics.mxfp8 import quantized_names
+    from tasks.rollout.vllm_cpu.mxfp8 import emulate
+    from tasks.rollout.weights import loader
 
-    weights.load(worker, list(load_file(Path(folder) / "model.safetensors").items()))
-    mxfp8.emulate(worker, set(quantized_names(checkpoint_shapes(folder), MXFP8)))
+    loader.load(worker, list(load_file(Path(folder) / "model.safetensors").items()))
+    emulate(worker, set(quantized_names(checkpoint_shapes(folder), MXFP8)))
 
 
 def test_training_in_mxfp8_learns(pair: Pair):
@@ -221,7 +222,11 @@ def test_a_gpu_without_the_units_is_refused_by_trainer_and_engine(monkeypatch: p
     from tasks.update.mxfp8 import check_device
 
     def gpu(name: str, capability: int) -> None:
-        platform = SimpleNamespace(is_cpu=lambda: False, has_device_capability=lambda wanted: capability >= wanted)
+        platform = SimpleNamespace(
+            is_cpu=lambda: False,
+            has_device_capability=lambda wanted: capability >= wanted,
+            get_device_name=lambda: name,
+        )
         monkeypatch.setattr(vllm.platforms, "current_platform", platform)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)

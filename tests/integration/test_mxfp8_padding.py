@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from infra.models import megatron_cpu
-from infra.mxfp8 import BLOCK, Mxfp8Config
-from infra.tensors import checkpoint_shapes
+from infra.models.checkpoint import checkpoint_shapes
+from infra.numerics.mxfp8 import BLOCK, Mxfp8Config
 from tasks.update.config import UpdateConfig
-from tests.integration import tiny_models
 from tests.integration.beam import test_trainer as beam_batches
 from tests.integration.test_mxfp8 import MXFP8, PROBE, difference
 from tests.integration.test_trainer import scored
+from tests.support import tiny_models
 
 megatron_cpu.install()
 NATIVE = Mxfp8Config()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import ArtifactRef, open_artifact
 from infra.models.beam.tiny import write_beam_tiny
-from infra.store import Store
-from tests.integration.pipeline import REPO, Pipeline
+from infra.storage.artifacts import ArtifactRef, find_artifact, open_artifact
+from infra.storage.store import Store
+from tests.support.pipeline import REPO, Pipeline
 
 TARGETS = "[linear_qkv, linear_gate, linear_proj, linear_fc1, linear_fc2]"
 LORA = ["policy=lora", f"lora.targets={TARGETS}", "lora.rank=4"]
@@ -23,13 +23,14 @@ BF16 = ["rollout.dtype=bfloat16", "update.precision=bfloat16"]
 """As on a GPU, where implementations of one policy round differently."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "settings"),
     [
         ("bf16", BF16),
-        pytest.param("lora", LORA, marks=pytest.mark.slow),
-        pytest.param("mxfp8", MXFP8, marks=pytest.mark.slow),
-        pytest.param("mxfp8-over-bf16", [*BF16, *MXFP8], marks=pytest.mark.slow),
+        ("lora", LORA),
+        ("mxfp8", MXFP8),
+        ("mxfp8-over-bf16", [*BF16, *MXFP8]),
     ],
 )
 def test_a_run_ends_verified_and_is_published(tmp_path: Path, run: str, settings: list[str]):
@@ -44,8 +45,12 @@ def test_a_run_ends_verified_and_is_published(tmp_path: Path, run: str, settings
     environment = {**os.environ, "POLICYFLOW_HOME": str(tmp_path / "home"), "PREFECT_HOME": str(tmp_path / "prefect")}
     done = subprocess.run(
         [*command, f"folder={tmp_path / 'published'}", "evaluation.samples=1", *more],
-        cwd=REPO, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        cwd=REPO,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout
     assert json.loads((tmp_path / "published" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "adapter" / "adapter_config.json").is_file() == (run == "lora")
@@ -57,6 +62,6 @@ def find(store: Store, folder: str, kind: str) -> ArtifactRef:
     """The only artifact below `folder` whose name begins so."""
     keys = [key.removesuffix("/manifest.json") for key in store.keys(folder) if key.endswith("/manifest.json")]
     (key,) = [key for key in keys if key.rpartition("/")[2].startswith(kind)]
-    found = store.find(key)
+    found = find_artifact(store, key)
     assert found is not None
     return found

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import threading
@@ -9,14 +10,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
-from infra.artifacts import open_artifact
-from infra.run import Run
-from infra.s3_server import S3Server
-from infra.store import Store
-from tests.integration.pipeline import Pipeline, engine_pids
-from tests.models import write_tiny_llama
+from infra.runs.run import Run
+from infra.storage.artifacts import find_artifact, open_artifact
+from infra.storage.s3_server import S3Server
+from infra.storage.store import Store
+from tests.support.models import write_tiny_llama
+from tests.support.pipeline import REPO, Pipeline, engine_pids
 
 FAST = "sync.verify_fresh=false"  # the undisturbed run has shown it
 
@@ -31,6 +33,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 def undisturbed(pipeline: Pipeline) -> dict:
     output = pipeline.train("undisturbed")
     assert "run undisturbed is complete" in output
+    (pipeline.folder / "undisturbed.txt").write_text(output)
     return pipeline.report("undisturbed")
 
 
@@ -43,7 +46,7 @@ def committed(folder: Path, run: str) -> dict[str, str]:
         parts = key.split("/")
         if parts[-1] == "manifest.json" and parts[-2].split("-")[0] in {"rollout", "reward", "update"}:
             artifact = "/".join(parts[:-1])
-            ref = store.find(artifact)
+            ref = find_artifact(store, artifact)
             assert ref is not None
             found[artifact] = f"{ref.digest} {open_artifact(ref).manifest.provenance['created']}"
     return found
@@ -71,9 +74,17 @@ class Reader(threading.Thread):
 
 def test_an_undisturbed_run_reports_what_a_person_asks_for(pipeline: Pipeline, undisturbed: dict):
     for name in (
-        "reward_first", "reward_last", "heldout_before", "heldout_after", "steps", "seconds",
-        "peak_rss_gib", "k3_mean", "overhead_share", "policy_digest",
-    ):  # fmt: skip
+        "reward_first",
+        "reward_last",
+        "heldout_before",
+        "heldout_after",
+        "steps",
+        "seconds",
+        "peak_rss_gib",
+        "k3_mean",
+        "overhead_share",
+        "policy_digest",
+    ):
         assert undisturbed[name] is not None, name
     assert undisturbed["steps"] == 4
     assert undisturbed["k3_mean"] < 1e-3
@@ -125,6 +136,43 @@ def test_a_run_with_other_settings_is_refused_and_named(pipeline: Pipeline, undi
     assert "update.lr: the run has 0.001, this start asks for 0.5" in output
 
 
+@pytest.mark.slow
+def test_a_run_whose_store_model_and_environment_have_moved_goes_on(
+    pipeline: Pipeline, undisturbed: dict, tmp_path: Path
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(pipeline.model, here / "model")
+    shutil.copytree(REPO / "tests/environments/checksum", here / "environment")
+    begun = replace(pipeline, model=here / "model", store=str(here / "store"))
+    begun.train("moved", FAST, "steps=2", f"dataset.environment={here}/environment")
+    assert_says_nothing_of(here, here / "store")
+    here.rename(there)
+    (there / "environment").rename(there / "called otherwise")
+    moved = replace(pipeline, model=there / "model", store=str(there / "store"))
+    environment = f"dataset.environment='{there}/called otherwise'"
+    assert "resumed at step 2" in moved.train("moved", FAST, environment)
+    run = Run(store=f"file://{there}/store", name="moved")
+    assert (run.read_json("report.json") or {})["policy_digest"] == undisturbed["policy_digest"]
+    assert not here.exists(), "nothing was looked for, or put, where things had been"
+
+    (there / "called otherwise" / "__init__.py").open("a").write("# changed\n")
+    refused = moved.train("moved", FAST, "steps=5", environment, expect=2)
+    assert (
+        f"dataset.environment: '{there}/called otherwise' is not what the run has, at '{here}/environment'" in refused
+    )
+    (there / "model" / "config.json").open("a").write("\n")
+    refused = moved.train("moved", FAST, "steps=5", environment, expect=2)
+    assert f"model: '{there}/model' is not what the run has, at '{here}/model'" in refused
+
+
+def assert_says_nothing_of(place: Path, store: Path) -> None:
+    """No artifact of the store has a path below the place; of the run's own files only those that are about places."""
+    files = [path for path in store.rglob("*") if path.is_file() and str(place).encode() in path.read_bytes()]
+    assert {path.name for path in files} == {"id.json", "places.json", "run.json"}
+    for path in (store / "datasets").rglob("train.parquet"):
+        assert "/" not in "".join(pyarrow.parquet.read_table(path)["environment"].to_pylist())
+
+
 def test_a_finished_run_started_again_tells_its_end_and_loads_nothing(pipeline: Pipeline, undisturbed: dict):
     output = pipeline.train("undisturbed")
     assert "run undisturbed is complete" in output
@@ -132,6 +180,7 @@ def test_a_finished_run_started_again_tells_its_end_and_loads_nothing(pipeline: 
     assert pipeline.report("undisturbed")["seconds"] == undisturbed["seconds"]
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_finished_run_and_nothing_is_done_twice(pipeline: Pipeline, undisturbed: dict):
     before = committed(pipeline.folder, "undisturbed")
     output = pipeline.train("undisturbed", "steps=5")
@@ -176,14 +225,31 @@ def test_prefect_shows_one_task_run_a_stage_and_step_and_a_page_a_step(pipeline:
         names = [name for (name,) in database.execute("select name from task_run")]
         artifacts = dict(database.execute("select key, data from artifact where key like 'undisturbed%'"))
         states = set(database.execute("select name, state_type from flow_run"))
-    for step in range(4):
-        for stage in ("rollout", "reward", "update"):
-            assert f"{stage} {step}" in names
-        page = artifacts[f"undisturbed-step-{step + 1:05d}"]
+    pages = f"undisturbed-{Run(store=f'file://{pipeline.folder}/store', name='undisturbed').id()}"
+    for step in range(1, 5):
+        assert {f"{task}, step {step}" for task in ("rollout", "reward", "update")} <= set(names)
+        assert {f"{task}, version {step}" for task in ("commit", "sync")} <= set(names)
+        page = artifacts[f"{pages}-step-{step:05d}"]
         assert "| prompt | response | reward | advantage |" in page
-    assert "undisturbed-progress" in artifacts
-    assert "undisturbed-report" in artifacts
+    assert {"evaluation rollout, version 0", "evaluation reward, version 4"} <= set(names)
+    assert f"{pages}-progress" in artifacts
+    assert f"{pages}-report" in artifacts
     assert ("train undisturbed", "COMPLETED") in states
+
+
+def test_prefects_log_has_the_lines_of_the_terminal_which_shows_them_once(pipeline: Pipeline, undisturbed: dict):
+    with sqlite3.connect(f"file:{pipeline.folder}/prefect/prefect.db?mode=ro", uri=True) as database:
+        logged = [line for (line,) in database.execute("select message from log where level = 20")]
+    printed = (pipeline.folder / "undisturbed.txt").read_text().splitlines()
+    for begin in (
+        "engines: vLLM",
+        "run undisturbed (new), 4 steps",
+        "step   1/4",
+        "run undisturbed is complete: 4 steps",
+    ):
+        (line,) = [line for line in printed if begin in line]
+        assert line in logged
+    assert not any("Finished in state" in line for line in printed), "Prefect's own lines are for its log"
 
 
 def test_mlflow_has_every_step_and_the_final_policy(pipeline: Pipeline, undisturbed: dict):
@@ -195,5 +261,5 @@ def test_mlflow_has_every_step_and_the_final_policy(pipeline: Pipeline, undistur
     runs = client.search_runs([experiment.experiment_id], "attributes.run_name = 'undisturbed'")
     assert len(runs) == 1
     history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
-    assert [metric.step for metric in history][:4] == [0, 1, 2, 3]
+    assert [metric.step for metric in history][:4] == [1, 2, 3, 4]
     assert "ref.policy" in runs[0].data.tags

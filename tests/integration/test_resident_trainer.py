@@ -8,12 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra import policy
-from infra.artifacts import ArtifactRef, open_artifact
-from infra.records import DEMONSTRATION, SCORED
-from infra.run import Run
+from infra.policy.version import digest_tensors
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef, open_artifact
+from infra.storage.schemas import DEMONSTRATION, SCORED
+from tasks.update.config import UpdateConfig
 from tasks.update.resident import ResidentTrainer, follow, update
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +31,23 @@ def scored(seed: int) -> pa.Table:
         for sample, advantage in enumerate((1.0, 0.0, -1.0)):
             rows.append(
                 {
-                    "prompt_id": str(prompt), "sample": sample, "prompt_ids": prompt_ids,
-                    "response_ids": rng.integers(0, 256, 5).tolist(), "logprobs": [-5.5] * 5,
-                    "finish_reason": "length", "policy_version": "", "seed": 0, "response_text": "",
-                    "environment": "checksum", "answer": json.dumps(1), "reward": 0.0, "reward_parts": "{}",
-                    "advantage": advantage, "loss_mask": [True] * 5,
+                    "prompt_id": str(prompt),
+                    "sample": sample,
+                    "prompt_ids": prompt_ids,
+                    "response_ids": rng.integers(0, 256, 5).tolist(),
+                    "logprobs": [-5.5] * 5,
+                    "finish_reason": "length",
+                    "policy_version": "",
+                    "seed": 0,
+                    "response_text": "",
+                    "environment": "checksum",
+                    "answer": json.dumps(1),
+                    "reward": 0.0,
+                    "reward_parts": "{}",
+                    "advantage": advantage,
+                    "loss_mask": [True] * 5,
                 }
-            )  # fmt: skip
+            )
     return pa.Table.from_pylist([{**dict.fromkeys(SCORED.names), **row} for row in rows], schema=SCORED)
 
 
@@ -56,7 +67,7 @@ class Steps:
             self.batches.append(writer.ref)
 
     def trainer(self) -> ResidentTrainer:
-        config = {"lr": 1e-3, "microbatch_tokens": 32}
+        config = UpdateConfig(lr=1e-3, microbatch_tokens=32)
         return ResidentTrainer(str(self.model), config, 0, self.run.store, f"runs/{self.run.name}/checkpoints")
 
     def step(self, trainer: ResidentTrainer, parent: ArtifactRef, step: int, checkpoint: bool = False) -> ArtifactRef:
@@ -66,7 +77,7 @@ class Steps:
 
 
 def digest(trainer: ResidentTrainer) -> str:
-    return policy.digest_tensors(trainer.trainer.export())
+    return digest_tensors(trainer.trainer.export())
 
 
 def test_a_lost_trainer_is_rebuilt_bit_for_bit(tmp_path: Path, model: Path):
@@ -107,7 +118,7 @@ def test_a_new_trainer_is_at_the_base_and_is_not_loaded_again(tmp_path: Path, mo
 
 
 def test_a_trainer_that_is_replaced_is_gone(tmp_path: Path, model: Path):
-    config = {"weights": "bfloat16"}  # with fp32 masters beside the weights
+    config = UpdateConfig(weights="bfloat16")  # with fp32 masters beside the weights
     trainer = ResidentTrainer(str(model), config, 0, f"file://{tmp_path}/store", "checkpoints")
     old = [weakref.ref(master) for master in trainer.trainer.optimizer.masters.values()]
     trainer.reset()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infra import records
 from infra.errors import BadInput
-from infra.policy import tensor_digest
+from infra.policy.version import tensor_digest
+from infra.storage import schemas
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Maker, Pair, prompts, sampled
+from tests.support.vllm_engines import FAMILIES, PROBE, PROMPTS, Maker, Pair, prompts, sampled
 
 SETTINGS = RolloutConfig(samples_per_prompt=3, max_new_tokens=12, kv_cache_gib=0.05, dtype="float32")
 
@@ -68,7 +68,7 @@ def test_rows_keep_the_prompts_order_and_carry_the_version(engine: RolloutEngine
     assert set(table["policy_version"].to_pylist()) == {"first"}
     assert stats["prompts"] == 3 and stats["dropped_prompts"] == 0
     assert stats["response_tokens"] == sum(len(ids) for ids in table["response_ids"].to_pylist())
-    records.validate(table, records.ROLLOUT)
+    schemas.validate(table, schemas.ROLLOUT)
 
 
 def test_sampled_logprobs_are_those_of_the_policy_at_temperature_1(engine: RolloutEngine):
@@ -114,11 +114,13 @@ def test_a_sampled_eos_ends_the_response_and_has_its_logprob(engine: RolloutEngi
     for row in stopped:
         assert row["response_ids"][-1] == 1 and 1 not in row["response_ids"][:-1]
         assert row["logprobs"][-1] < 0 and "</s>" not in row["response_text"]
+    begun = [row for row in table.to_pylist() if 0 in row["response_ids"]]
+    assert begun and all("<s>" in row["response_text"] for row in begun), "a special token is text that was sampled"
 
 
 def test_routes_are_recorded_for_every_token_but_the_last(model: Model, engine: RolloutEngine):
     for row in sampled(engine).to_pylist():
-        unpacked = records.unpack_routes(row)
+        unpacked = schemas.unpack_routes(row)
         if model.engine._route_layers:
             assert unpacked is not None
             routes, mask = unpacked.experts, unpacked.mask
@@ -165,10 +167,18 @@ def test_a_prompt_too_long_for_the_context_is_dropped_and_counted(engine: Rollou
 
 def test_an_empty_table_and_malformed_messages_are_refused(engine: RolloutEngine):
     with pytest.raises(BadInput, match="empty"):
-        engine.sample(records.PROMPT.empty_table())
-    broken = PROMPTS.slice(0, 1).set_column(2, records.PROMPT.field("messages"), pa.array(["{not json"]))
+        engine.sample(schemas.PROMPT.empty_table())
+    broken = PROMPTS.slice(0, 1).set_column(2, schemas.PROMPT.field("messages"), pa.array(["{not json"]))
     with pytest.raises(BadInput, match="prompt 'p0'"):
         engine.sample(broken)
+
+
+def test_a_token_that_the_model_has_not_is_named(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(BadInput, match=r"sequence 1: token \(id 258\) is not one of the model's 258"):
+        engine.token_logprobs([[1, 2], [5, 258]])
+    monkeypatch.setattr(engine, "_vocabulary", 2)
+    with pytest.raises(BadInput, match=r"prompt 'p0': token '.' \(id \d+\) is not one of the model's 2"):
+        engine.sample(PROMPTS)
 
 
 def test_token_logprobs_agree_with_transformers(model: Model, engine: RolloutEngine):

@@ -13,16 +13,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra import policy, policy_read, policy_write, s3
-from infra.artifacts import ArtifactRef, Store, open_artifact
 from infra.errors import BadInput, Corrupted, Transient
-from infra.s3_server import S3Server
+from infra.policy import reader, writer
+from infra.policy.version import describe, digest_tensors
+from infra.storage import s3
+from infra.storage.artifacts import ArtifactRef, ArtifactWriter, Store, find_artifact, open_artifact
+from infra.storage.s3_server import S3Server
 
 TABLE = pa.table({"a": list(range(1000))})
 
 
 def write(store: Store, key: str = "run/x", **metadata: Any) -> tuple[ArtifactRef, bool]:
-    with store.write(key, "sample", metadata=metadata) as w:
+    with ArtifactWriter(store, key, "sample", metadata=metadata) as w:
         w.table("rows", TABLE)
         w.tensors("model", {"w": torch.arange(12).reshape(3, 4).bfloat16()})
     return w.ref, w.adopted
@@ -33,9 +35,9 @@ def folders(store: Store, key: str) -> set[str]:
 
 
 def test_an_artifact_is_read_back_on_every_kind_of_store(store: Store) -> None:
-    assert store.find("run/x") is None
+    assert find_artifact(store, "run/x") is None
     ref, _ = write(store)
-    assert store.find("run/x") == ref
+    assert find_artifact(store, "run/x") == ref
     artifact = open_artifact(ref)
     assert artifact.table("rows").equals(TABLE)
     tensor = artifact.tensors("model")["w"]
@@ -111,7 +113,7 @@ def test_racing_writers_agree_on_one_artifact(s3_store: Store) -> None:
 def test_a_big_object_goes_in_parts_and_comes_back_in_ranges(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
     data = random.Random(0).randbytes(17 * 2**20 + 3)
-    with s3_store.write("big", "sample") as w:
+    with ArtifactWriter(s3_store, "big", "sample") as w:
         w.bytes("blob", data)
     assert open_artifact(w.ref).bytes("blob") == data
 
@@ -124,9 +126,9 @@ def test_a_writer_that_dies_in_a_big_object_leaves_nothing(s3_store: Store, monk
         yield "a", torch.zeros(3 * 2**20)
         raise RuntimeError("lost")
 
-    with pytest.raises(RuntimeError, match="lost"), store.write("x", "sample") as w:
+    with pytest.raises(RuntimeError, match="lost"), ArtifactWriter(store, "x", "sample") as w:
         w.tensors("m", tensors(), shard_bytes=2**20)
-    assert store.find("x") is None
+    assert find_artifact(store, "x") is None
     assert store.keys() == []
 
 
@@ -149,7 +151,7 @@ def test_a_crash_at_any_request_leaves_no_artifact_or_a_whole_one(
             try:
                 write(store)
             except Transient:
-                assert store.find("run/x") is None
+                assert find_artifact(store, "run/x") is None
             else:
                 break
         ref, adopted = write(store)  # the retry
@@ -192,14 +194,14 @@ def test_a_changed_object_is_found_and_its_file_named(s3_store: Store) -> None:
 
 def test_a_policy_version_is_read_back(s3_store: Store) -> None:
     weights = {"router": torch.randn(4, 8), "mlp": torch.randn(8, 8).bfloat16()}
-    ref = policy_write.write_full(s3_store, "policy/v1", weights.items(), version=1, step=1)
-    assert policy.digest_tensors(policy_read.read(ref)) == policy.describe(ref).policy_digest
+    ref = writer.write_full(s3_store, "policy/v1", weights.items(), version=1, step=1)
+    assert digest_tensors(reader.read(ref)) == describe(ref).policy_digest
 
 
 def test_a_wrong_secret_is_refused_and_says_what_to_set(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_store.create("secret", b"")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    for call in (s3_store.read, s3_store.size, s3_store.find, s3_store.keys):
+    for call in (s3_store.read, s3_store.size, lambda key: find_artifact(s3_store, key), s3_store.keys):
         with pytest.raises(BadInput, match="AWS_SECRET_ACCESS_KEY"):
             call("secret")
     with pytest.raises(BadInput, match="AWS_SECRET_ACCESS_KEY"):
@@ -239,7 +241,17 @@ def test_a_server_started_again_in_its_folder_serves_what_was_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = S3Server(tmp_path).port
-    command = [sys.executable, "-m", "infra.s3_server", "--dir", str(tmp_path), "--port", str(port), "--bucket", "kept"]
+    command = [
+        sys.executable,
+        "-m",
+        "infra.storage.s3_server",
+        "--dir",
+        str(tmp_path),
+        "--port",
+        str(port),
+        "--bucket",
+        "kept",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -258,7 +270,7 @@ def test_a_server_started_again_in_its_folder_serves_what_was_acknowledged(
 
 def test_another_process_reads_what_this_one_wrote(s3_store: Store) -> None:
     ref, _ = write(s3_store / "process")
-    code = "import sys; from infra.artifacts import *; r = ArtifactRef.model_validate_json(sys.argv[1]); "
+    code = "import sys; from infra.storage.artifacts import *; r = ArtifactRef.model_validate_json(sys.argv[1]); "
     code += "print(open_artifact(r).table('rows').num_rows)"
     done = subprocess.run([sys.executable, "-c", code, ref.model_dump_json()], capture_output=True, text=True)
     assert done.stdout.strip() == "1000", done.stderr

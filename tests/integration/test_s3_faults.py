@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from infra import s3, tombstones
-from infra.artifacts import open_artifact
 from infra.errors import BadInput, Transient
-from infra.run import Run
-from infra.store import Store
+from infra.runs.run import Run
+from infra.storage import s3, tombstones
+from infra.storage.artifacts import ArtifactWriter, find_artifact, open_artifact
+from infra.storage.store import Store
 from tasks.sync.retention import pin, pinned
-from tests.faulty_s3 import FaultyS3
+from tests.support.faulty_s3 import FaultyS3
 
 DATA = random.Random(0).randbytes(12 * 2**20 + 3)
 
@@ -61,12 +61,12 @@ def test_a_commit_whose_reply_was_lost_keeps_its_files_when_it_is_touched_meanwh
 
     def touching(seconds: float) -> None:
         sleep(seconds)
-        ref = store.find("x")
+        ref = find_artifact(store, "x")
         assert ref is not None and tombstones.touch(ref)
 
     monkeypatch.setattr(time, "sleep", touching)
     faulty.aim = once("lost reply", "PUT", "/touched/x/manifest.json")
-    with store.write("x", "sample") as writer:
+    with ArtifactWriter(store, "x", "sample") as writer:
         writer.bytes("blob", b"1")
     assert open_artifact(writer.ref).bytes("blob") == b"1"
 
@@ -75,7 +75,14 @@ def test_a_commit_whose_reply_was_lost_keeps_its_files_when_it_is_touched_meanwh
 def test_credentials_that_expire_are_named_at_every_kind_of_request(faulty: FaultyS3, fault: str) -> None:
     store = Store.at("s3://test/expire")
     faulty.aim = lambda method, path: fault
-    for call in (store.read, store.size, store.find, store.keys, store.delete, lambda key: store.put(key, b"")):
+    for call in (
+        store.read,
+        store.size,
+        lambda key: find_artifact(store, key),
+        store.keys,
+        store.delete,
+        lambda key: store.put(key, b""),
+    ):
         with pytest.raises(BadInput, match="s3://test/expire/x.*AWS_ACCESS_KEY_ID"):
             call("x")
 
@@ -95,7 +102,7 @@ def test_a_commit_drops_what_writers_that_were_killed_have_sent(store: Store) ->
     for sink in killed:
         sink.write(DATA)
     assert (store.uploads(), store.keys()) == (keys, []), "on S3 their parts are billed"
-    with store.write("x", "sample", resumable=True) as writer:
+    with ArtifactWriter(store, "x", "sample", resumable=True) as writer:
         writer.bytes("blob", DATA)
     assert store.uploads() == ["y/shared/blob"], "of another artifact"
     for sink in killed[:3]:  # one that was suspended, and is not dead, is told
@@ -109,14 +116,14 @@ def test_a_commit_drops_what_writers_that_were_killed_have_sent(store: Store) ->
 def test_who_may_not_list_uploads_commits_and_collects(faulty: FaultyS3, caplog: pytest.LogCaptureFixture) -> None:
     store = Store.at("s3://test/no-right")
     faulty.aim = lambda method, path: "refused" if "?uploads" in path and method == "GET" else None
-    with store.write("x", "sample", resumable=True) as writer:
+    with ArtifactWriter(store, "x", "sample", resumable=True) as writer:
         writer.bytes("blob", b"1")
     assert open_artifact(writer.ref).bytes("blob") == b"1"
     assert store.uploads() == [] and "billed" in caplog.text
 
 
 def test_a_writer_whose_key_was_deleted_is_told_so(store: Store) -> None:
-    with pytest.raises(Transient, match="x was deleted"), store.write("x", "sample", resumable=True):
+    with pytest.raises(Transient, match="x was deleted"), ArtifactWriter(store, "x", "sample", resumable=True):
         assert tombstones.bury(store / "x", None)
         raise FileNotFoundError("a part of an upload that was dropped")
 

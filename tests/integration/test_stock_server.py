@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.artifacts import ArtifactRef
-from tests.integration import tiny_models
-from tests.integration.engines import publish_versions
+from infra.storage.artifacts import ArtifactRef
+from tests.support import tiny_models
+from tests.support.vllm_engines import publish_versions
 
 TOKENS = [5, 9, 200, 33, 17, 42, 7, 8]
 STARTS_WITHIN_S = 240
@@ -65,10 +65,29 @@ def serve(folder: Path) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "policy",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
-        "--block-size", "32", "--kv-cache-memory-bytes", str(2**26), "--weight-transfer-config", '{"backend": "policyflow"}',
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "policy",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--block-size",
+        "32",
+        "--kv-cache-memory-bytes",
+        str(2**26),
+        "--weight-transfer-config",
+        '{"backend": "policyflow"}',
+    ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     log = folder.parent / f"{folder.name}.log"
     with log.open("wb") as output:

@@ -18,22 +18,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from infra import policy
-from infra.artifacts import ArtifactRef
-from infra.follow import follow, prefetch
-from infra.mxfp8 import Mxfp8Config, dequantize_tensors, quantize_tensors, quantized_names
-from infra.policy import tensor_digest
-from infra.run import Run
-from infra.tensors import checkpoint_shapes
+from infra.models.checkpoint import checkpoint_shapes
+from infra.numerics.mxfp8 import Mxfp8Config, dequantize_tensors, quantize_tensors, quantized_names
+from infra.policy.follow import follow, prefetch
+from infra.policy.version import describe, digest_tensors, tensor_digest
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tasks.rollout.patches import Patch
+from tasks.rollout.weights.sparse_update import Patch
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
-from tests.integration import tiny_models
-from tests.integration.engines import Maker
-from tests.unit.sync.engines import TensorTrainer
-from tests.unit.sync.test_crashes import BrokenOff
+from tests.support import tiny_models
+from tests.support.tensor_engine import TensorTrainer
+from tests.support.vllm_engines import Maker
+from tests.unit.tasks.sync.test_crashes import BrokenOff
 
 SETTINGS = RolloutConfig(kv_cache_gib=0.05, dtype="float32")
 STATES = 4
@@ -71,7 +70,11 @@ class World:
             for name, tensor in load_file(folder / "model.safetensors").items()
         }
         quantised = quantized_names(checkpoint_shapes(folder), family.mxfp8) if family.mxfp8 else []
-        with nullcontext() if family.has_slots else mock.patch("tasks.rollout.weights.find_slots", return_value={}):
+        with (
+            nullcontext()
+            if family.has_slots
+            else mock.patch("tasks.rollout.weights.loader.find_slots", return_value={})
+        ):
             self.engine = RolloutEngine(str(folder), SETTINGS, mxfp8=family.mxfp8)
         self.states: list[dict[str, torch.Tensor]] = []
         self.held: list[dict[str, str]] = []
@@ -91,7 +94,7 @@ class World:
         save_file(weights, last / "model.safetensors", {"format": "pt"})
         self.fresh = RolloutEngine(str(last), SETTINGS, mxfp8=family.mxfp8)
         assert self.fresh.token_logprobs(PROBE) == self.logprobs[-1] and len({str(p) for p in self.logprobs}) == STATES
-        self.digests = [policy.digest_tensors(state.items()) for state in self.states]
+        self.digests = [digest_tensors(state.items()) for state in self.states]
 
     def close(self) -> None:
         self.fresh.close()
@@ -103,7 +106,7 @@ class World:
         for number, (state, form) in enumerate(versions):
             trainer.tensors = {name: tensor.clone() for name, tensor in self.states[state].items()}
             parent = refs[-1] if refs else None
-            refs.append(publish(trainer, run.stage("policy", number, []), FORMS[form], parent))
+            refs.append(commit(trainer, run.stage("policy", number, []), FORMS[form], parent))
         return refs
 
     def follow(self, ref: ArtifactRef) -> None:
@@ -183,5 +186,5 @@ def test_vllm_holds_committed_versions_bit_for_bit_and_computes_with_them(
                         assert not world.engine.loads_whole or world.engine.version == before
                 world.check()
             world.follow(target)
-            assert world.engine.version == policy.describe(target).policy_digest
+            assert world.engine.version == describe(target).policy_digest
             world.check()

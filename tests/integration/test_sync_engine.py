@@ -10,18 +10,19 @@ from unittest import mock
 import pytest
 import torch
 
-from infra import policy, policy_read
 from infra.errors import BadInput
-from infra.follow import follow, prefetch
-from infra.mxfp8 import quantize_tensors
-from infra.run import Run
+from infra.numerics.mxfp8 import quantize_tensors
+from infra.policy import reader
+from infra.policy.follow import follow, prefetch
+from infra.policy.version import describe, dtype_of
+from infra.runs.run import Run
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tasks.rollout.patches import Patch
+from tasks.rollout.weights.sparse_update import Patch
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
-from tests.integration.engines import FAMILIES, PROBE, PROMPTS, Versions, sampled
-from tests.unit.sync.engines import TensorTrainer
+from tests.support.tensor_engine import TensorTrainer
+from tests.support.vllm_engines import FAMILIES, PROBE, PROMPTS, Versions, sampled
 
 TRANSFER = {"weight_transfer_config": {"backend": "policyflow"}}
 SETTINGS = RolloutConfig(samples_per_prompt=2, max_new_tokens=40, kv_cache_gib=0.05, dtype="float32", engine=TRANSFER)
@@ -48,8 +49,8 @@ def test_deltas_lead_to_what_a_fresh_engine_loads_bit_for_bit(versions: Versions
             follow(engine, ref)
     assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
     assert sampled(engine).equals(sampled(versions.fresh)) and not before.equals(sampled(engine))
-    what = policy.describe(versions.refs[-1])
-    held = engine.digests({name: policy.dtype_of(info) for name, info in what.tensors.items()})
+    what = describe(versions.refs[-1])
+    held = engine.digests({name: dtype_of(info) for name, info in what.tensors.items()})
     assert held == {name: info.digest for name, info in what.tensors.items()}
 
 
@@ -63,7 +64,7 @@ def test_bytes_that_change_are_those_that_are_written(versions: Versions, engine
 
     with mock.patch.object(engine, "commit", counting):
         follow(engine, versions.refs[1])
-    old, new = (dict(policy_read.read(ref)) for ref in versions.refs[:2])
+    old, new = (dict(reader.read(ref)) for ref in versions.refs[:2])
     assert written == [sum(int((old[name] != new[name]).sum()) for name in old)]
 
 
@@ -79,7 +80,7 @@ def test_an_apply_that_breaks_off_leaves_the_old_version(versions: Versions, eng
 
     with mock.patch.object(Patch, "write", breaking), pytest.raises(RuntimeError, match="in the middle"):
         follow(engine, versions.refs[1])
-    assert engine.version == policy.describe(versions.refs[0]).policy_digest
+    assert engine.version == describe(versions.refs[0]).policy_digest
     assert sampled(engine).equals(before)
     follow(engine, versions.refs[4])
     assert engine.token_logprobs(PROBE) == versions.fresh.token_logprobs(PROBE)
@@ -210,14 +211,14 @@ def test_a_stock_vllm_takes_versions_through_its_weight_transfer(versions: Versi
 def test_a_stock_vllm_refuses_what_is_not_its_model_s_weights(
     versions: Versions, engine: RolloutEngine, tmp_path: Path, kind: str
 ) -> None:
-    before, version = sampled(engine), dict(policy_read.read(versions.refs[1]))
+    before, version = sampled(engine), dict(reader.read(versions.refs[1]))
     if kind == "MXFP8":
         trainer = TensorTrainer(dict(quantize_tensors(version.items(), ["model.layers.0.self_attn.q_proj.weight"])))
     else:
         path = "base_model.model.model.layers.0.self_attn.q_proj"
         trainer = TensorTrainer({f"{path}.lora_A.weight": torch.ones(2, 64)}, {"peft_type": "LORA", "r": 2})
     stage = Run(store=f"file://{tmp_path}", name="r").stage("policy", 0, [])
-    ref = json.loads(publish(trainer, stage, SyncConfig(), None).model_dump_json())
+    ref = json.loads(commit(trainer, stage, SyncConfig(), None).model_dump_json())
     with pytest.raises(BadInput, match=f"is (an|in) {kind}.*(weight transfer|by weight transfer)"):
         engine._llm.init_weight_transfer_engine({"init_info": {"prefetch": ref}})
     engine._llm.start_weight_update()

@@ -6,17 +6,19 @@ import signal
 import pytest
 import torch
 
-from infra import policy, policy_read, s3, tensors
-from infra.artifacts import ArtifactRef, open_artifact
 from infra.errors import Corrupted, Transient
-from infra.follow import follow
-from infra.run import Head, Run
-from infra.store import Store
+from infra.policy import reader
+from infra.policy.follow import follow
+from infra.policy.version import digest_tensors
+from infra.runs.run import Head, Run
+from infra.storage import s3, safetensors
+from infra.storage.artifacts import ArtifactRef, ArtifactWriter, open_artifact
+from infra.storage.store import Store
+from tasks.sync.commit import commit
 from tasks.sync.config import SyncConfig
-from tasks.sync.publish import publish
 from tasks.sync.retention import drop_old_versions
-from tests.faulty_s3 import FAULTS, FaultyS3
-from tests.unit.sync.engines import TensorEngine, TensorTrainer
+from tests.support.faulty_s3 import FAULTS, FaultyS3
+from tests.support.tensor_engine import TensorEngine, TensorTrainer
 
 CONFIG = SyncConfig(anchor_every=3, keep_versions=2)
 
@@ -43,11 +45,11 @@ def test_versions_arrive_whole_whatever_the_store_does(faulty: FaultyS3) -> None
     faulty.rate = 0.12
     for number in range(7):
         train(policies, number)
-        expected = policy.digest_tensors(policies.export())
+        expected = digest_tensors(policies.export())
         for attempt in range(4):
             try:
                 parent = head.policy if head else None
-                ref = publish(policies, run.stage("policy", number, []), CONFIG, parent)
+                ref = commit(policies, run.stage("policy", number, []), CONFIG, parent)
                 follow(engine, ref)
                 head = run.advance(head, Head(step=number, update=ref, policy=ref))
                 drop_old_versions(run, ref, CONFIG.keep_versions)
@@ -55,14 +57,14 @@ def test_versions_arrive_whole_whatever_the_store_does(faulty: FaultyS3) -> None
             except Transient:
                 assert attempt < 3
         assert engine.version == expected
-        assert policy.digest_tensors((n, t.bfloat16()) for n, t in engine.memory.items()) == expected
+        assert digest_tensors((n, t.bfloat16()) for n, t in engine.memory.items()) == expected
     faulty.rate = 0.0
     assert set(faulty.done) == set(FAULTS), "every kind of fault was met"
     assert engine.whole == 1
     fresh = TensorEngine(policies.tensors)
     assert head is not None
     follow(fresh, head.policy)
-    assert policy.digest_tensors(fresh.memory.items()) == engine.version
+    assert digest_tensors(fresh.memory.items()) == engine.version
 
 
 def test_a_store_that_is_down_is_given_up_within_a_bound(faulty: FaultyS3) -> None:
@@ -76,7 +78,7 @@ def test_an_upload_goes_on_with_the_part_that_failed(faulty: FaultyS3) -> None:
     faulty.rate, faulty.faults = 0.5, ("reset", "lost reply", "slow down")
     faulty.random.seed(3)
     store, data = Store.at("s3://test/parts"), torch.arange(6 * 2**20, dtype=torch.int32)
-    with store.write("x", "sample") as writer:
+    with ArtifactWriter(store, "x", "sample") as writer:
         writer.tensors("t", {"t": data})
     failed, puts = sum(faulty.done.values()), faulty.requests["PUT"]
     faulty.rate = 0.0
@@ -86,22 +88,22 @@ def test_an_upload_goes_on_with_the_part_that_failed(faulty: FaultyS3) -> None:
 
 def test_a_publisher_that_dies_half_way_leaves_nothing_to_see(faulty: FaultyS3) -> None:
     run, policies = Run(store="s3://test/dies", name="r"), trainer()
-    first = publish(policies, run.stage("policy", 0, []), CONFIG, None)
+    first = commit(policies, run.stage("policy", 0, []), CONFIG, None)
     train(policies, 1)
     faulty.rate, faulty.faults = 1.0, ("lost reply",)
     with pytest.raises(Transient):
-        publish(policies, run.stage("policy", 1, []), CONFIG, first)
+        commit(policies, run.stage("policy", 1, []), CONFIG, first)
     faulty.rate = 0.0
     done = run.stage("policy", 1, []).committed()
-    again: ArtifactRef = publish(policies, run.stage("policy", 1, []), CONFIG, first)
+    again: ArtifactRef = commit(policies, run.stage("policy", 1, []), CONFIG, first)
     assert done in (None, again)
-    assert policy.digest_tensors(policy_read.read(again)) == policy.digest_tensors(policies.export())
+    assert digest_tensors(reader.read(again)) == digest_tensors(policies.export())
 
 
 def _publish_first(url: str) -> None:
     """In a process of its own: a version of three files."""
-    tensors.SHARD_BYTES = 2**22
-    publish(trainer(), Run(store=url, name="r").stage("policy", 0, []), CONFIG, None)
+    safetensors.SHARD_BYTES = 2**22
+    commit(trainer(), Run(store=url, name="r").stage("policy", 0, []), CONFIG, None)
 
 
 def test_a_killed_publisher_run_again_uploads_only_what_is_not_there(
@@ -116,26 +118,26 @@ def test_a_killed_publisher_run_again_uploads_only_what_is_not_there(
     assert publisher.exitcode == -signal.SIGKILL and stage.committed() is None
     first, faulty.written, faulty.after_write = faulty.written, 0, None
     faulty.rate, faulty.faults = 0.3, ("stale list",)
-    monkeypatch.setattr(tensors, "SHARD_BYTES", 2**22)
-    again = publish(policies, stage, CONFIG, None)
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 2**22)
+    again = commit(policies, stage, CONFIG, None)
     faulty.rate = 0.0
-    assert policy.digest_tensors(policy_read.read(again)) == policy.digest_tensors(policies.export())
+    assert digest_tensors(reader.read(again)) == digest_tensors(policies.export())
     assert first >= 2 * size / 3 and faulty.written < size - first + 50_000, "the rest, and the manifest"
 
 
 def test_a_damaged_delta_is_found_and_the_engine_keeps_its_version(faulty: FaultyS3) -> None:
     run, policies = Run(store="s3://test/damaged", name="r"), trainer()
     engine = TensorEngine(policies.tensors)
-    refs = [publish(policies, run.stage("policy", 0, []), CONFIG, None)]
+    refs = [commit(policies, run.stage("policy", 0, []), CONFIG, None)]
     follow(engine, refs[0])
     train(policies, 1)
-    refs.append(publish(policies, run.stage("policy", 1, []), CONFIG, refs[0]))
+    refs.append(commit(policies, run.stage("policy", 1, []), CONFIG, refs[0]))
     artifact = open_artifact(refs[1])
     key = artifact.manifest.place("delta-00000.bin")
     data = bytearray(artifact.store.read(key))
     data[len(data) // 2] ^= 1
     artifact.store.put(key, bytes(data))
-    before = policy.digest_tensors(engine.memory.items())
+    before = digest_tensors(engine.memory.items())
     with pytest.raises(Corrupted, match="delta-00000"):
         follow(engine, refs[1])
-    assert engine.version == before == policy.digest_tensors(engine.memory.items())
+    assert engine.version == before == digest_tensors(engine.memory.items())

@@ -9,14 +9,15 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
-from infra import policy, policy_read
-from infra.artifacts import ArtifactRef
-from infra.follow import follow
-from infra.mxfp8 import Mxfp8Config
+from infra.numerics.mxfp8 import Mxfp8Config
+from infra.policy import reader
+from infra.policy.follow import follow
+from infra.policy.version import describe, digest_tensors
+from infra.storage.artifacts import ArtifactRef
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
-from tests.integration import tiny_models
-from tests.integration.engines import PROBE, Maker, publish_versions, sampled
+from tests.support import tiny_models
+from tests.support.vllm_engines import PROBE, Maker, publish_versions, sampled
 
 
 def one_kv_head(folder: Path, seed: int) -> Path:
@@ -59,7 +60,7 @@ def started(folder: Path, config: RolloutConfig, mxfp8: Mxfp8Config | None = Non
 
 def break_after(worker: Any, rank: int, patches: int) -> None:
     """In the worker `rank` of two, writes fail after so many tensors, until `mend`."""
-    from tasks.rollout.patches import Patch
+    from tasks.rollout.weights.sparse_update import Patch
 
     if worker.rank != rank:
         return
@@ -105,8 +106,8 @@ def flip(worker: Any, name: str, rank: int) -> None:
 def assert_holds(engine: RolloutEngine, ref: ArtifactRef) -> None:
     """The mirror is the version, and all slices are the mirror's, by digest."""
     mirror = engine._sink.mirror
-    held = policy.digest_tensors((name, mirror.tensor(name)) for name in mirror.names)
-    assert held == engine.version == policy.describe(ref).policy_digest
+    held = digest_tensors((name, mirror.tensor(name)) for name in mirror.names)
+    assert held == engine.version == describe(ref).policy_digest
     assert engine._sink.differing() == []
 
 
@@ -125,7 +126,7 @@ def test_deltas_reach_the_workers_slices_and_a_fault_in_one_leaves_all_as_they_w
             with pytest.raises(RuntimeError, match=f"in the middle of loading, in worker {rank}"):
                 engine.apply(load_file(last / "model.safetensors").items(), "last")
             engine._llm.collective_rpc(mend)
-            assert engine.version == policy.describe(refs[0]).policy_digest
+            assert engine.version == describe(refs[0]).policy_digest
             assert engine._sink.differing() == [] and engine.token_logprobs(PROBE) == first
         with mock.patch.object(engine, "prepare_whole", side_effect=AssertionError("only changes may come")):
             for rank, patches in ((0, 3), (1, 7)):
@@ -133,7 +134,7 @@ def test_deltas_reach_the_workers_slices_and_a_fault_in_one_leaves_all_as_they_w
                 with pytest.raises(RuntimeError, match=f"in the middle of an apply, in worker {rank}"):
                     follow(engine, refs[1])
                 engine._llm.collective_rpc(mend)
-                assert engine.version == policy.describe(refs[0]).policy_digest
+                assert engine.version == describe(refs[0]).policy_digest
                 assert engine._sink.differing() == [], "all slices are the old version's, by digest"
                 assert engine.token_logprobs(PROBE) == first and sampled(engine).equals(first_samples)
             for ref in refs[1:]:
@@ -174,7 +175,7 @@ def test_an_engine_in_mxfp8_over_two_workers_follows_by_what_changed(tmp_path: P
         assert engine.token_logprobs(PROBE) == own != expected
         loads = mock.Mock(wraps=engine._sink._sink.commit)
         with (
-            mock.patch.object(policy_read, "read", side_effect=AssertionError("only changes are read")),
+            mock.patch.object(reader, "read", side_effect=AssertionError("only changes are read")),
             mock.patch.object(engine._sink._sink, "commit", loads),
         ):
             follow(engine, refs[1])
@@ -183,7 +184,7 @@ def test_an_engine_in_mxfp8_over_two_workers_follows_by_what_changed(tmp_path: P
             with pytest.raises(RuntimeError, match="in the middle of loading, in worker 1"):
                 follow(engine, refs[-1])
             engine._llm.collective_rpc(mend)
-            assert engine.version == policy.describe(refs[1]).policy_digest
+            assert engine.version == describe(refs[1]).policy_digest
             assert engine.token_logprobs(PROBE) == before != own
             follow(engine, refs[-1])
         assert loads.call_count == 3

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from safetensors.torch import load, save
 
 from infra.errors import BadInput, NonFiniteUpdate
 from tasks.update.config import UpdateConfig
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
 
 VOCABULARY = 256
 Make = Callable[..., Any]
@@ -25,10 +26,21 @@ def write_tiny_qwen3_moe(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
     return folder
 
@@ -62,13 +74,16 @@ def scored(seed: int = 0, prompts: int = 3, samples: int = 4, **columns: Any) ->
         prompt = rng.integers(0, VOCABULARY, rng.integers(2, 12)).tolist()
         for _ in range(samples):
             length = int(rng.integers(1, 9))
-            rows.append({
-                "prompt_ids": prompt,
-                "response_ids": rng.integers(0, VOCABULARY, length).tolist(),
-                "logprobs": (rng.normal(size=length) * 0.3 - math.log(VOCABULARY)).tolist(),
-                "loss_mask": [True, *(rng.random(length - 1) > 0.2).tolist()],
-                "advantage": float(rng.normal()),
-            } | columns)  # fmt: skip
+            rows.append(
+                {
+                    "prompt_ids": prompt,
+                    "response_ids": rng.integers(0, VOCABULARY, length).tolist(),
+                    "logprobs": (rng.normal(size=length) * 0.3 - math.log(VOCABULARY)).tolist(),
+                    "loss_mask": [True, *(rng.random(length - 1) > 0.2).tolist()],
+                    "advantage": float(rng.normal()),
+                }
+                | columns
+            )
     return pa.Table.from_pylist(rows)
 
 
@@ -205,11 +220,20 @@ def test_good_answers_become_likelier_and_bad_ones_less(folder: Path):
     before = [sum(logprobs[1:]) for logprobs in trainer.token_logprobs([good, bad])]
     for _ in range(3):
         engine = trainer.token_logprobs([good, bad])
-        trainer.update(pa.Table.from_pylist([
-            {"prompt_ids": tokens[:2], "response_ids": tokens[2:], "logprobs": logprobs[1:], "loss_mask": [True] * 2,
-             "advantage": advantage}
-            for tokens, logprobs, advantage in zip((good, bad), engine, (1.0, -1.0), strict=True)
-        ]))  # fmt: skip
+        trainer.update(
+            pa.Table.from_pylist(
+                [
+                    {
+                        "prompt_ids": tokens[:2],
+                        "response_ids": tokens[2:],
+                        "logprobs": logprobs[1:],
+                        "loss_mask": [True] * 2,
+                        "advantage": advantage,
+                    }
+                    for tokens, logprobs, advantage in zip((good, bad), engine, (1.0, -1.0), strict=True)
+                ]
+            )
+        )
     after = [sum(logprobs[1:]) for logprobs in trainer.token_logprobs([good, bad])]
     assert after[0] > before[0] and after[1] < before[1]
 
@@ -285,7 +309,7 @@ def test_a_failed_update_leaves_everything_as_it_was(llama: Path, precision: str
     undisturbed.update(scored(1))
     with pytest.raises(BadInput, match=r"max_k3 is 1000; engine and trainer do not hold one policy"):
         trainer.update(changed(scored(2), from_another_policy))
-    with pytest.raises(NonFiniteUpdate, match="step 1"):
+    with pytest.raises(NonFiniteUpdate, match="step 2"):
         trainer.update(changed(scored(2), explode))
     with pytest.raises(BadInput, match="row 0"):
         trainer.update(changed(scored(2), lambda index, row: row.update(advantage=math.nan)))
@@ -311,9 +335,20 @@ def test_a_batch_with_nothing_to_train_on_advances_the_step_only(llama: Path, no
         row.update({"loss_mask": [False] * len(row["response_ids"])} if "loss_mask" in nothing else nothing)
 
     trainer = make_trainer(llama)
-    before = exported(trainer)
+    trainer.update(scored())  # so that Adam's moments are none of the beginning's zeros
+    before, adam = exported(trainer), {name: value.clone() for name, value in trainer.optimizer.state().items()}
     metrics = trainer.update(changed(scored(), empty))
-    assert (metrics["updated"], metrics["trained_samples"], metrics["skipped_samples"], trainer.step) == (0, 0, 12, 1)
+    assert (metrics["updated"], metrics["trained_samples"], metrics["skipped_samples"], trainer.step) == (0, 0, 12, 2)
+    assert all(map(math.isfinite, metrics.values()))
+    assert_same(exported(trainer), before)
+    assert_same(trainer.optimizer.state(), adam)
+
+
+def test_a_batch_of_no_rows_advances_the_step_only(llama: Path):
+    trainer = make_trainer(llama)
+    before = exported(trainer)
+    metrics = trainer.update(scored().slice(0, 0))
+    assert (metrics["updated"], metrics["skipped_samples"], metrics["loss_tokens"], trainer.step) == (0, 0, 0, 1)
     assert all(map(math.isfinite, metrics.values()))
     assert_same(exported(trainer), before)
 
@@ -353,6 +388,19 @@ def test_weights_are_what_the_folder_has(tmp_path: Path, llama: Path):
     trainer.update(scored())
     wide = {name for name, tensor in exported(trainer).items() if tensor.dtype == torch.float32}
     assert wide == {"model.layers.0.mlp.down_proj.weight"}
+
+
+def test_gradients_stay_with_autograd_where_megatron_would_fuse_their_sums(llama: Path):
+    """With Transformer Engine the bridge turns the fusion on; it adds into buffers that only Megatron's DDP makes."""
+    from megatron.bridge import AutoBridge
+
+    from tasks.update.model import _configure
+
+    provider = AutoBridge.from_hf_pretrained(str(llama)).to_megatron_provider(load_weights=False)
+    provider.gradient_accumulation_fusion = True
+    with mock.patch("torch.cuda.is_available", return_value=True), mock.patch.object(type(provider), "finalize"):
+        _configure(provider, torch.bfloat16, UpdateConfig(), {})
+    assert not provider.gradient_accumulation_fusion
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_row(llama: Path):

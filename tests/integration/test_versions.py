@@ -1,6 +1,6 @@
 """A version whose tensors were collected is made again, by its own run's settings, and kept while it is used."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,40 +10,38 @@ import pytest
 from flows.config import TrainConfig
 from flows.session import Session
 from flows.versions import find_version, policy_of
-from infra import policy
-from infra.actors import EngineSpec, resolve
-from infra.artifacts import ArtifactRef
-from infra.progress import Progress
-from infra.run import Head, Run
-from tasks.sync.publish import publish
+from infra.engines.spec import EngineSpec
+from infra.orchestration.progress import Progress
+from infra.policy.version import describe
+from infra.runs.run import Head, Run
+from infra.storage.artifacts import ArtifactRef
+from tasks.sync.commit import commit
 from tasks.sync.retention import drop_old_versions, pinned
-from tasks.sync.task import publish_policy
+from tasks.sync.task import commit_policy
 from tasks.update.resident import follow, update
-from tests.integration.pipeline import TINY
 from tests.integration.test_resident_trainer import scored
-from tests.models import write_tiny_llama
+from tests.support.models import write_tiny_llama
+from tests.support.pipeline import TINY
 
 
 class InProcess:
     """Calls an engine as its actor does, in this process."""
 
-    def __init__(self, spec: EngineSpec):
-        self.spec = spec
+    def __init__(self, spec: EngineSpec[Any], version: ArtifactRef, timeout_s: float | None):
+        self.spec, self.version = spec, version
 
-    def call(self, function: str, *, version: ArtifactRef, timeout_s: float | None, **arguments: Any) -> Any:
-        engine = resolve(self.spec.factory)(**self.spec.settings)
-        resolve(self.spec.follow)(engine, version)
-        return resolve(function)(engine, **arguments)
-
-    def stop(self) -> None: ...
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine = self.spec.loader.load()
+        self.spec.loader.follow(engine, self.version)
+        return function(engine, *args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
 def in_process() -> Iterator[None]:
     with (
         mock.patch("tasks.sync.task.Engine", InProcess),
-        mock.patch("flows.session.Engine", InProcess),
-        mock.patch("flows.versions.publish_policy", publish_policy.fn),
+        mock.patch("flows.session.Engine"),
+        mock.patch("flows.versions.commit_policy", commit_policy.fn),
     ):
         yield
 
@@ -68,8 +66,7 @@ class Trained:
         self.train(writer.ref)
 
     def train(self, base: ArtifactRef) -> None:
-        spec = self.session.trainer
-        trainer = resolve(spec.factory)(**spec.settings)
+        trainer = self.session.trainer.loader.load()
         head: Head | None = None
         for number in range(7):
             at = base if head is None else head.update
@@ -80,8 +77,8 @@ class Trained:
                 stage = self.run.stage("update", number - 1, [at, writer.ref])
                 at = update(trainer, stage, writer.ref, checkpoint=number == 4)
             stage = self.run.stage("policy", number, [at])
-            made = publish(trainer, stage, self.config.sync, head.policy if head else None)
-            self.digests.append(policy.describe(made).policy_digest)
+            made = commit(trainer, stage, self.config.sync, head.policy if head else None)
+            self.digests.append(describe(made).policy_digest)
             head = self.run.advance(head, Head(step=number, update=at, policy=made))
         trainer.finish_saving()
         self.collect()
@@ -106,7 +103,7 @@ def test_a_collected_version_is_made_again_bit_for_bit_and_kept_while_it_is_used
     assert [trained.is_kept(number) for number in range(7)] == [True, *[False] * 5, True]
     assert len(set(trained.digests)) == 7
     for number in (5, 2):  # from the checkpoint, and from the base
-        what = policy.describe(policy_of(trained.session, find_version(trained.run, number)))
+        what = describe(policy_of(trained.session, find_version(trained.run, number)))
         assert (what.version, what.form, what.policy_digest) == (number, "full", trained.digests[number])
     policy_of(trained.session, find_version(trained.run, None))
     trained.collect()
@@ -121,6 +118,6 @@ def test_a_baseline_of_another_run_is_made_by_that_run_s_settings(tmp_path: Path
     assert ours.digests[2] != theirs.digests[2]
     with ours.session.holds:
         made = policy_of(ours.session, find_version(theirs.run, 2))
-        assert policy.describe(made).policy_digest == theirs.digests[2]
+        assert describe(made).policy_digest == theirs.digests[2]
         assert pinned(theirs.run) == {made.uri} and pinned(ours.run) == set()
     assert pinned(theirs.run) == set()

@@ -10,10 +10,10 @@ from environments import environment_reference
 from flows.config import EvaluateConfig, PublishConfig, TrainConfig
 from flows.prepare import check_dataset, dataset_of
 from flows.settings import _Loader, parse_config
-from infra.artifacts import ArtifactRef
 from infra.errors import BadInput
-from infra.run import Run
-from infra.store import Store
+from infra.runs.run import Run
+from infra.storage.artifacts import ArtifactRef, ArtifactWriter
+from infra.storage.store import Store
 from tasks.dataset.config import DatasetConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_an_events_dataset_must_be_of_the_settings_environment(file_store: Store
 def write_dataset(store: Store, key: str, environment: str) -> ArtifactRef:
     import pyarrow as pa
 
-    from infra.records import PROMPT
+    from infra.storage.schemas import PROMPT
 
     row = {
         "prompt_id": "a",
@@ -126,7 +126,9 @@ def write_dataset(store: Store, key: str, environment: str) -> ArtifactRef:
         "metadata": "{}",
     }
     table = pa.Table.from_pylist([row], schema=PROMPT)
-    with store.write(key, "dataset", metadata={"prompts": {"train": 1, "heldout": 1}, "dropped": {}}) as writer:
+    with ArtifactWriter(
+        store, key, "dataset", metadata={"prompts": {"train": 1, "heldout": 1}, "dropped": {}}
+    ) as writer:
         writer.table("train", table)
         writer.table("heldout", table)
     return writer.ref

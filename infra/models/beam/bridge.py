@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 
 from infra.models.beam import checkpoint
 from infra.models.beam.megatron_provider import BeamModelProvider
+from infra.models.checkpoint import checkpoint_shapes
 
 _DECODER = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -56,7 +57,7 @@ class BeamBridge(MegatronModelBridge):
         """As Megatron-Bridge's own, after a check that the checkpoint holds what its config describes, and no more."""
         source = hf_pretrained.state.source
         on_disk = hasattr(source, "path")
-        found = checkpoint.shapes_in(source.path) if on_disk else {name: source[name].shape for name in source}
+        found = checkpoint_shapes(source.path) if on_disk else {name: source[name].shape for name in source}
         checkpoint.check(hf_pretrained.config, found)
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 

@@ -1,11 +1,8 @@
 """The tensors of a Beam checkpoint: their names, shapes and dtypes, and the check that a folder holds exactly those."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from infra.errors import BadInput
 from infra.models.beam.config import BeamConfig
@@ -92,19 +89,6 @@ def check(config: BeamConfig, found: Mapping[str, Sequence[int]]) -> None:
     said = [f"{len(names)} {fault}: {_some(names)}" for fault, names in faults if names]
     if said:
         raise BadInput("the checkpoint's tensors do not fit its config.json. " + "; ".join(said))
-
-
-def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape by name, from the headers of a folder's safetensors files."""
-    index = folder / "model.safetensors.index.json"
-    files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    )
-    found: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    return found
 
 
 def _some(names: Sequence[str], most: int = 4) -> str:

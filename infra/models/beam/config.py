@@ -10,9 +10,17 @@ from infra.errors import BadInput
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 MLP_TYPES = ("dense", "sparse")
 SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok", "num_experts",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "num_experts",
+)
 
 
 @strict

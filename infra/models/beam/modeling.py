@@ -145,9 +145,16 @@ class BeamAttention(nn.Module):
             k_BGTK, v_BGTK = cache.update(k_BGTK, v_BGTK, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out_BTHK, _ = attend(
-            self, q_BHTK, k_BGTK, v_BGTK, mask, scaling=self.scaling, dropout=0.0,
-            sliding_window=self.sliding_window, **kwargs,
-        )  # fmt: skip
+            self,
+            q_BHTK,
+            k_BGTK,
+            v_BGTK,
+            mask,
+            scaling=self.scaling,
+            dropout=0.0,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
         gated = output_gate(out_BTHK, self.gate_proj(x_BTD).view(heads), self.gate_bias)
         return self.o_proj(gated.flatten(-2))
 
@@ -244,9 +251,12 @@ class BeamModel(BeamPreTrainedModel):
         masks = attention_mask
         if not isinstance(masks, dict):
             known = {
-                "config": self.config, "inputs_embeds": h_BTD, "attention_mask": attention_mask,
-                "past_key_values": past_key_values, "position_ids": position_ids,
-            }  # fmt: skip
+                "config": self.config,
+                "inputs_embeds": h_BTD,
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+                "position_ids": position_ids,
+            }
             build = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
             masks = {kind: build[kind](**known) for kind in set(self.config.layer_types)}
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):

@@ -114,9 +114,11 @@ class BeamForCausalLM(nn.Module, SupportsPP, SupportsLoRA, MixtureOfExperts):
         self.lm_head = PPMissingLayer()
         if get_pp_group().is_last_rank:
             self.lm_head = ParallelLMHead(
-                config.vocab_size, config.hidden_size, quant_config=self.quant_config,
+                config.vocab_size,
+                config.hidden_size,
+                quant_config=self.quant_config,
                 prefix=maybe_prefix(prefix, "lm_head"),
-            )  # fmt: skip
+            )
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self._describe_experts()

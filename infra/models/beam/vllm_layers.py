@@ -70,9 +70,14 @@ class BeamAttention(nn.Module):
         self.kv_heads = max(1, config.num_key_value_heads // ranks)
         self.sliding = config.layer_types[layer] == "sliding_attention"
         self.qkv_proj = QKVParallelLinear(
-            hidden, self.head_dim, heads, config.num_key_value_heads, bias=False, quant_config=quant_config,
+            hidden,
+            self.head_dim,
+            heads,
+            config.num_key_value_heads,
+            bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
-        )  # fmt: skip
+        )
         self.gate_proj = ColumnParallelLinear(
             hidden, heads * self.head_dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.gate_proj"
         )

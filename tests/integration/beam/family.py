@@ -4,7 +4,7 @@ import functools
 
 from infra.models.beam import checkpoint
 from infra.models.beam.register import register
-from tests.integration.family import DATA, Family
+from tests.support.family import DATA, Family
 
 BEAM = Family(
     golden=DATA / "beam-golden",

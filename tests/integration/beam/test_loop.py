@@ -11,11 +11,13 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from infra import policy, policy_read, policy_write, records
-from infra.artifacts import ArtifactRef
-from infra.follow import follow
 from infra.models.beam.checkpoint import is_router
-from infra.store import Store
+from infra.policy import reader, writer
+from infra.policy.follow import follow
+from infra.policy.version import describe
+from infra.storage import schemas
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.store import Store
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tests.bench import bench_replay
@@ -63,13 +65,13 @@ def train_and_publish(folder: Path) -> dict[str, Any]:
     base = {name: tensor.clone() for name, tensor in Trainer(str(folder / "model"), trainer.config, seed=0).export()}
     changed = [name for name, tensor in trainer.export() if is_router(name) and not torch.equal(tensor, base[name])]
     store = Store.at(f"file://{folder}/store")
-    ref = policy_write.write_full(store, "version", trainer.export(), version=1, step=STEPS)
+    ref = writer.write_full(store, "version", trainer.export(), version=1, step=STEPS)
     return {"k3": k3, "changed": changed, "ref": ref}
 
 
 def test_routes_travel_with_the_rollouts(rollouts: Any):
     for row in rollouts.to_pylist():
-        routes = records.unpack_routes(row)
+        routes = schemas.unpack_routes(row)
         tokens = len(row["prompt_ids"]) + len(row["response_ids"])
         assert routes is not None and routes.layers == (1, 2, 3)
         assert routes.experts.shape == (tokens, 3, 4) and routes.experts.dtype == "uint8"
@@ -82,14 +84,14 @@ def test_replay_lowers_k3_tenfold(trained: dict[str, Any]):
 
 def test_the_routers_fp32_bits_are_the_trainers_in_version_and_engine(engine: RolloutEngine, trained: dict[str, Any]):
     ref: ArtifactRef = trained["ref"]
-    version = policy.describe(ref)
+    version = describe(ref)
     routers = [name for name in version.tensors if is_router(name)]
     assert len(routers) == 6 and sorted(trained["changed"]) == sorted(routers), "weights and biases were trained"
     assert {version.tensors[name].dtype for name in routers} == {"float32"}
     assert {info.dtype for name, info in version.tensors.items() if name not in routers} == {"bfloat16"}
     follow(engine, ref)
     held = dict(engine.export())
-    for name, tensor in policy_read.read(ref):
+    for name, tensor in reader.read(ref):
         assert held[name].dtype == tensor.dtype and torch.equal(held[name], tensor), name
     lost = [name for name in routers if torch.equal(held[name], held[name].bfloat16().float())]
     assert not lost, "no router could have come through bf16"

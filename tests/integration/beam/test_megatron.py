@@ -12,25 +12,38 @@ from infra.models.beam.checkpoint import LORA_TARGETS
 from infra.models.beam.config import BeamConfig
 from infra.models.beam.modeling import BeamForCausalLM, BeamRouter
 from tests.integration.beam.family import BEAM
-from tests.integration.family import LOGITS, hf_model
-from tests.integration.megatron_parity import MegatronParity
-from tests.integration.megatron_runs import Built, Layout, build, gradients, logits
+from tests.support.family import LOGITS, hf_model
+from tests.support.megatron_parity import MegatronParity
+from tests.support.megatron_runs import Built, Layout, build, gradients, logits
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 8, "initializer_range": 0.2,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 8,
+    "initializer_range": 0.2,
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "as published: no groups, no cap, sliding and sparse throughout": {"num_experts": 16, "num_experts_per_tok": 8},
     "one expert a token, normalised to weight 1": {"num_experts": 4, "num_experts_per_tok": 1},
     "weights not normalised": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False},
     "groups of which Megatron would sum four": {
-        "num_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
     },
     "dense and full throughout": {
-        "mlp_layer_types": ["dense"] * 3, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": 5.0,
+        "mlp_layer_types": ["dense"] * 3,
+        "layer_types": ["full_attention"] * 3,
+        "final_logit_softcapping": 5.0,
     },
-}  # fmt: skip
+}
 
 
 class TestBeam(MegatronParity):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tests.integration.beam.family import BEAM
-from tests.integration.megatron_parallel import ParallelParity
+from tests.support.megatron_parallel import ParallelParity
 
 
 class TestBeam(ParallelParity):

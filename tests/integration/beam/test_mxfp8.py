@@ -10,19 +10,19 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra import policy_read, policy_write
-from infra.artifacts import ArtifactRef
-from infra.follow import follow
 from infra.models import megatron_cpu
 from infra.models.beam.checkpoint import is_router
-from infra.mxfp8 import SCALE, dequantize_tensors
-from infra.records import ROUTES
-from infra.store import Store
+from infra.numerics.mxfp8 import SCALE, dequantize_tensors
+from infra.policy import reader, writer
+from infra.policy.follow import follow
+from infra.storage.artifacts import ArtifactRef
+from infra.storage.schemas import ROUTES
+from infra.storage.store import Store
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.engine import RolloutEngine
 from tests.bench import mismatch
-from tests.integration import tiny_models
 from tests.integration.test_mxfp8 import MXFP8, PROBE, difference, error_bound, make_trainer
+from tests.support import tiny_models
 
 megatron_cpu.install()  # before vLLM is imported: trainer and engine share a process here, as they never do in a run
 LAYER, EXPERT = 1, 5
@@ -54,7 +54,7 @@ class Loop:
         number = len(self.versions)
         self.weights.append({name: tensor.clone() for name, tensor in self.trainer.model.export()})
         tensors = self.trainer.export()
-        self.versions.append(policy_write.write_full(self.store, f"v{number}", tensors, version=number, step=number))
+        self.versions.append(writer.write_full(self.store, f"v{number}", tensors, version=number, step=number))
         follow(self.engine, self.versions[-1])
         engine, trainer = self.engine.token_logprobs(PROBE), self.trainer.token_logprobs(PROBE)
         self.logprobs.append({"engine": engine, "trainer": trainer})
@@ -70,7 +70,7 @@ def test_versions_hold_the_experts_elements_and_scales_bit_for_bit(loop: Loop):
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
 
     for ref, weights in zip(loop.versions, loop.weights, strict=True):
-        version = dict(policy_read.read(ref))
+        version = dict(reader.read(ref))
         experts = [name for name in weights if ".experts." in name]
         assert len(experts) == 3 * 16 * 3, "three layers of 16 experts of three matrices"
         for name in experts:
@@ -84,7 +84,7 @@ def test_versions_hold_the_experts_elements_and_scales_bit_for_bit(loop: Loop):
 
 def test_the_engine_holds_the_numbers_of_the_version(loop: Loop):
     held = dict(loop.engine.export())
-    numbers = dict(dequantize_tensors(policy_read.read(loop.versions[-1])))
+    numbers = dict(dequantize_tensors(reader.read(loop.versions[-1])))
     assert held.keys() == numbers.keys()
     for name, tensor in numbers.items():
         assert torch.equal(held[name], tensor), name
@@ -134,7 +134,7 @@ def test_an_expert_s_products_stay_within_the_format_s_bound(loop: Loop):
 
 def product(worker: Any, held: str, x: torch.Tensor) -> torch.Tensor:
     """Inside vLLM: what the expert's kernel makes of x [T, I] with one of its weights."""
-    from tasks.rollout.slots import experts
+    from tasks.rollout.weights.slots import experts
 
     module = next(module for name, module in experts(worker.model_runner.model) if f".layers.{LAYER}." in name)
     weight = getattr(module, held)

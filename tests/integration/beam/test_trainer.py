@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra.adapters import LoraConfig, merged, pairs
 from infra.errors import BadInput, Transient
-from infra.records import Routes, pack_routes
+from infra.policy.adapters import LoraConfig, merged, pairs
+from infra.storage.schemas import Routes, pack_routes
 from tests.integration.beam.family import BEAM
-from tests.integration.family import copy_checkpoint, hf_model
-from tests.integration.processes import run_module
+from tests.support.family import copy_checkpoint, hf_model
+from tests.support.processes import run_module
 
 SPARSE = (1, 2, 3)
 EXPERTS, TOPK, WINDOW = 16, 4, 16
@@ -61,13 +61,18 @@ def scored(seed: int = 0, prompts: int = 3, samples: int = 3, replay: bool = Tru
             experts[: len(prompt_ids)] = of_prompt  # alike for all its samples: they share it
             mask = np.arange(tokens) < tokens - 1
             mask[len(prompt_ids)] = whole
-            rows.append({
-                "prompt_id": str(prompt), "sample": sample, "prompt_ids": prompt_ids,
-                "response_ids": rng.integers(0, 256, length).tolist(),
-                "logprobs": (rng.normal(size=length) * 0.3 - 5.5).tolist(),
-                "loss_mask": [True] * length, "advantage": float(rng.normal()),
-                **(pack_routes(Routes(experts, mask, SPARSE)) if replay else {}),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "prompt_id": str(prompt),
+                    "sample": sample,
+                    "prompt_ids": prompt_ids,
+                    "response_ids": rng.integers(0, 256, length).tolist(),
+                    "logprobs": (rng.normal(size=length) * 0.3 - 5.5).tolist(),
+                    "loss_mask": [True] * length,
+                    "advantage": float(rng.normal()),
+                    **(pack_routes(Routes(experts, mask, SPARSE)) if replay else {}),
+                }
+            )
     return pa.Table.from_pylist(rows)
 
 
@@ -135,7 +140,7 @@ def forced(model: Any, routes_TLK: np.ndarray | None, mask_T: np.ndarray | None)
 
 def plain_gradients(folder: Path, batch: pa.Table) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients) as a textbook would: transformers, each sample alone, no cache, no packing."""
-    from infra.records import unpack_routes
+    from infra.storage.schemas import unpack_routes
 
     model = hf_model(folder)
     rows = batch.to_pylist()
@@ -210,7 +215,7 @@ def _packed(trainer: Any, batch: pa.Table) -> Any:
 
 
 def test_the_correction_bias_moves_against_the_load_of_the_replayed_experts(folder: Path):
-    from infra.records import unpack_routes
+    from infra.storage.schemas import unpack_routes
 
     batch = scored(whole=True, samples=1)
     load = np.zeros((len(SPARSE), EXPERTS))

@@ -9,7 +9,7 @@ from infra.models.beam.config import BeamConfig
 from infra.models.beam.modeling import BeamForCausalLM, BeamRouter
 from infra.models.beam.semantics import expert_weights
 from tests.integration.beam.family import BEAM
-from tests.integration.family import TransformersParity, copy_checkpoint, hf_model, in_bf16
+from tests.support.family import TransformersParity, copy_checkpoint, hf_model, in_bf16
 
 
 class TestBeam(TransformersParity):

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.errors import BadInput
 from infra.models.beam import vllm_plugin
-from tests.integration.family import DATA
+from tests.support.family import DATA
 
 GOLDEN = DATA / "beam-golden"
 VOCAB, SPARSE_LAYERS, WINDOW = 256, [1, 2, 3], 16
@@ -31,7 +31,7 @@ VOCAB, SPARSE_LAYERS, WINDOW = 256, [1, 2, 3], 16
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden config and weights alone: vLLM loads every safetensors file of a folder."""
+    """The golden config and weights alone: without an index vLLM loads every safetensors file of a folder."""
     return write_checkpoint(tmp_path_factory.mktemp("beam"), load_file(GOLDEN / "model.safetensors"))
 
 
@@ -61,9 +61,15 @@ class started:
         vllm_plugin.register()
         settings = {"dtype": "float32", "enable_return_routed_experts": True} | settings
         self.llm = LLM(
-            str(folder), enforce_eager=True, skip_tokenizer_init=True, enable_prefix_caching=False, max_logprobs=VOCAB,
-            max_model_len=256, max_num_batched_tokens=256, **settings,
-        )  # fmt: skip
+            str(folder),
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_logprobs=VOCAB,
+            max_model_len=256,
+            max_num_batched_tokens=256,
+            **settings,
+        )
 
     def __enter__(self) -> Any:
         return self.llm
@@ -161,7 +167,7 @@ def test_router_stays_fp32_to_the_bit_in_a_bf16_engine(checkpoint: Path, golden:
 def test_updated_engine_equals_a_fresh_one_to_the_bit(
     checkpoint: Path, tmp_path: Path, golden: dict[str, torch.Tensor]
 ) -> None:
-    from tasks.rollout import weights as rollout_weights
+    from tasks.rollout.weights import loader as rollout_weights
 
     generator = torch.Generator().manual_seed(1)
     before = load_file(checkpoint / "model.safetensors")

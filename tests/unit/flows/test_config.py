@@ -20,8 +20,9 @@ def test_every_profile_is_a_valid_config(profile: str):
 
 
 def test_overrides_replace_settings_by_path():
-    config = load_config("smollm2-cpu", ["update.lr=3e-5", "run=mine", "steps=7"])
+    config = load_config("smollm2-cpu", ["update.lr=3e-5", "run=mine", "steps=7", "store='/a #b'", "model=/c#d?e%20"])
     assert (config.update.lr, config.run, config.steps) == (3e-5, "mine", 7)
+    assert (config.store, config.model) == ("/a #b", "/c#d?e%20")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,11 @@ def test_overrides_replace_settings_by_path():
         (["update.lr=.inf"], r"update\.lr: .*finite number"),
         (["evaluation.prompts=0"], r"evaluation\.prompts: .*greater than or equal to 1"),
         (["rollout.max_new_tokens=256"], r"max_new_tokens \(256\) must be below max_model_len \(256\)"),
+        (
+            ["rollout.engine={num_gpu_blocks_override: 8}"],
+            r"num_gpu_blocks_override \(8\): vLLM keeps one block back, and 7 of 32 tokens hold no sequence of max_model_len "
+            r"\(256\); give it 9 or more",
+        ),
         (["sync.probe_length=300"], r"sync\.probe_length \(300\) must be below rollout\.max_model_len \(256\)"),
         (
             ["dataset.source=files", "dataset.path=s3://me:secret@bucket/x.jsonl"],
@@ -49,6 +55,8 @@ def test_overrides_replace_settings_by_path():
         (["run=''"], r"run: '' is no name"),
         (["run=" + "x" * 300], r"run: .* at most 63"),
         (["run=2026-13-45"], r"override: 'run=2026-13-45': .*"),
+        (["store=/data/a #b"], r"override: 'store=/data/a #b': what follows a # is a comment; put quotes around"),
+        (["tracking.experiment=''"], r"tracking\.experiment: "),
         (["lora={rank: 8, rank: 9}"], r"override: .* key 'rank' is given twice, on lines 1 and 1"),
         (["rollout.samples_per_prompt=1"], r"rollout\.samples_per_prompt \(1\) must be at least 2: .*grpo"),
         (
@@ -256,8 +264,11 @@ def test_tensor_parallelism_that_cuts_mxfp8_s_blocks_is_refused(tmp_path, sizes:
     from safetensors.torch import save_file
 
     shapes = {
-        "up_proj": (96, 64), "down_proj": (64, 192), "experts.0.up_proj": (64, 64), "experts.0.down_proj": (64, 64),
-    }  # fmt: skip
+        "up_proj": (96, 64),
+        "down_proj": (64, 192),
+        "experts.0.up_proj": (64, 64),
+        "experts.0.down_proj": (64, 64),
+    }
     tensors = {f"model.layers.0.mlp.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     config = load_config("smollm2-cpu", ["precision=mxfp8", "mxfp8.emulation=true", *sizes])

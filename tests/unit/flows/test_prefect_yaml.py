@@ -10,10 +10,12 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.deployment_triggers import DeploymentTriggerTypes
 from pydantic import TypeAdapter
 
+from flows import deployments, settings
 from flows.config import EvaluateConfig, PublishConfig, TrainConfig
 from flows.settings import PROFILES, load_config
-from infra import workspace
-from infra.events import EVENTS
+from infra.errors import BadInput
+from infra.orchestration import workspace
+from infra.orchestration.events import EVENTS
 from tasks.dataset.config import DatasetConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +47,30 @@ def test_a_deployments_parameters_are_valid(deployment: dict[str, Any]):
     assert flow.name == name
     assert {"policyflow", name} <= set(deployment["tags"]), "what the automations match on"
     assert deployment["description"]
+
+
+def test_the_parameters_are_todays_profiles():
+    text = deployments.FILE.read_text()
+    assert text == deployments.updated(text), "`python -m flows.deployments` writes them"
+
+
+def test_a_changed_profile_changes_what_its_deployments_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for path in PROFILES.glob("*.yaml"):
+        (tmp_path / path.name).write_text(path.read_text().replace("lr: 3.0e-5", "lr: 7.0e-5"))
+    (tmp_path / "mine-gpu.yaml").write_text("store: s3://b/x\nresources: {rollout_gpus: 1, update_gpus: 1}\n")
+    monkeypatch.setattr(settings, "PROFILES", tmp_path)
+    made = yaml.safe_load(deployments.updated(deployments.FILE.read_text()))
+    (train,) = [d for d in made["deployments"] if d["entrypoint"] == "flows.train:train" and d["name"] == "smollm2-cpu"]
+    assert train["parameters"]["config"]["update"]["lr"] == 7e-5
+    assert made["definitions"]["mine_gpu_version"] == {
+        "store": "s3://b/x",
+        "resources": {"rollout_gpus": 1, "update_gpus": 1, "slots": "gpus"},
+    }
+
+
+def test_marks_that_are_gone_are_named():
+    with pytest.raises(BadInput, match=r"prefect\.yaml: the marks .* are not there"):
+        deployments.updated("name: policyflow\n")
 
 
 @pytest.mark.parametrize("profile", sorted(path.stem for path in PROFILES.glob("*.yaml")))
@@ -93,7 +119,7 @@ def test_triggers_listen_to_events_that_are_emitted():
 
 
 def test_automations_are_about_these_deployments_only():
-    for values in yaml.safe_load((ROOT / "infra/automations.yaml").read_text()):
+    for values in yaml.safe_load((ROOT / "infra/orchestration/automations.yaml").read_text()):
         trigger: Any = AutomationCore.model_validate(values).trigger
         related = trigger.match_related if isinstance(trigger.match_related, list) else [trigger.match_related]
         tags = [one.root["prefect.resource.id"] for one in related if one.root["prefect.resource.role"] == "tag"]

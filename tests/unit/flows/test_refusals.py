@@ -11,10 +11,10 @@ from flows import __main__ as shell
 from flows import session as sessions
 from flows import train
 from flows.settings import load_config
-from infra import actors, capacity
+from infra.engines import capacity, engine
 from infra.models.catalog import fingerprint
-from infra.run import Run
-from tests.integration import tiny_models
+from infra.runs.run import Run
+from tests.support import tiny_models
 
 MXFP8 = ("precision=mxfp8", "mxfp8.emulation=true")
 
@@ -44,9 +44,12 @@ class Shell:
         monkeypatch.setattr(shell.signal, "signal", lambda *_: None)
         monkeypatch.setattr(train, "train", train.train.fn)
         for module, name in (
-            (actors, "start_ray"), (actors.Engine, "_actor"), (capacity, "start_ray"), (sessions, "Tracker"),
+            (engine, "start_ray"),
+            (engine.Engine, "_actor"),
+            (capacity, "start_ray"),
+            (sessions, "Tracker"),
             (train, "run_dataset"),
-        ):  # fmt: skip
+        ):
             monkeypatch.setattr(module, name, self.started(name))
 
     def started(self, name: str) -> Any:
@@ -73,7 +76,8 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
         ("dense", ["policy=lora", "lora.rank=513"], "lora.rank: Input should be less than or equal to 512 (got 513)"),
         ("dense", ["policy=lora", "lora.rank=0"], "lora.rank: Input should be greater than or equal to 1 (got 0)"),
         (
-            "dense", ["policy=lora", "lora.rank=64", "rollout.engine={max_lora_rank: 8}"],
+            "dense",
+            ["policy=lora", "lora.rank=64", "rollout.engine={max_lora_rank: 8}"],
             "rollout.engine: max_lora_rank is decided by the setting lora.rank",
         ),
         (
@@ -83,51 +87,89 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
         ),
         # targets
         (
-            "dense", ["policy=lora", "lora.targets=[linear_qkv, q_proj]"],
+            "dense",
+            ["policy=lora", "lora.targets=[linear_qkv, q_proj]"],
             "lora.targets: 'q_proj' matches no module of the model; it has linear_fc1, linear_fc2, linear_proj, linear_qkv",
         ),
         ("dense", ["policy=lora", "lora.targets=[linear_gate]"], "lora.targets: 'linear_gate' matches no module"),
         ("dense", ["policy=lora", "lora.targets=['*.layers.7.*']"], "lora.targets: '*.layers.7.*' matches no module"),
         ("dense", ["policy=lora", "lora.targets=['*.experts.*']"], "lora.targets: '*.experts.*' matches no module"),
         (
-            "dense", ["policy=lora", "lora.targets=['*.layers.1.*']"],
+            "dense",
+            ["policy=lora", "lora.targets=['*.layers.1.*']"],
             "lora.targets: '*.layers.1.*' matches modules that cannot have an adapter, too; end it in one of linear_fc1, ",
         ),
-        ("experts", ["policy=lora", "lora.targets=['*.experts.*']"], "lora.targets: '*.experts.*' matches modules that"),
+        (
+            "experts",
+            ["policy=lora", "lora.targets=['*.experts.*']"],
+            "lora.targets: '*.experts.*' matches modules that",
+        ),
         ("dense", ["policy=lora", "lora.targets=['*']"], "lora.targets: '*' matches modules that cannot"),
         # blocks of 32
         (
-            "experts", [*MXFP8],
+            "experts",
+            [*MXFP8],
             "model.layers.0.mlp.experts.0.down_proj.weight is [64, 48], and both dimensions must be divisible by 32; add "
             '"model.layers.0.mlp.experts.0.down_proj" to mxfp8.high_precision',
         ),
         ("experts", [*MXFP8, "mxfp8.train=false"], "experts.0.down_proj.weight is [64, 48], and both dimensions"),
         (
-            "dense", [*MXFP8, "update.parallel.tensor=2"],
+            "dense",
+            [*MXFP8, "update.parallel.tensor=2"],
             "update.parallel.tensor 2: the 96 inputs of model.layers.0.mlp.down_proj.weight make 2 shards of 48",
         ),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*.layers.9.*']"], "'*.layers.9.*' matches no module of the model"),
         ("dense", [*MXFP8, "mxfp8.high_precision=['*']"], "nothing is left to quantise"),
         (
-            "dense", [*MXFP8, "mxfp8.high_precision=['*.layers.0.*']"],
+            "dense",
+            [*MXFP8, "mxfp8.high_precision=['*.layers.0.*']"],
             "mxfp8.high_precision: it replaces the default, and model.embed_tokens is none of the linear layers and experts that "
             'can be in MXFP8; add "*embed_tokens"',
         ),
         ("dense", [*MXFP8, "mxfp8.sequence_multiple=48"], "mxfp8.sequence_multiple: Input should be a multiple of 32"),
+        # layouts; the rest of them: tests/unit/infra/models/test_layout.py
+        (
+            "dense",
+            ["rollout.tensor_parallel_size=3"],
+            "rollout.tensor_parallel_size 3: it must divide the model's num_attention_heads (4); 2 does",
+        ),
+        (
+            "dense",
+            ["rollout.engine={enable_expert_parallel: true}"],
+            "rollout.engine: enable_expert_parallel spreads a layer's experts, and the model has none: leave it out",
+        ),
+        (
+            "experts",
+            ["update.parallel.tensor=2"],
+            "update.parallel.tensor 2: Megatron trains a mixture of experts over tensor-parallel processes with sequence",
+        ),
+        ("dense", ["update.parallel.pipeline=2"], "update.parallel.pipeline 2: the model ties its embeddings"),
+        (
+            "dense",
+            ["update.parallel.tensor=4"],
+            "update.parallel.tensor 4: it must divide the model's vocab_size (258)",
+        ),
+        (
+            "experts",
+            ["rollout.pipeline_parallel_size=2"],
+            "rollout.pipeline_parallel_size 2: vLLM records no routed experts over pipeline stages",
+        ),
         # devices
         (
-            "dense", ["precision=mxfp8"],
+            "dense",
+            ["precision=mxfp8"],
             "precision mxfp8: engines without GPUs have no MXFP8 units; set mxfp8.emulation to true",
         ),
         ("dense", ["precision=mxfp8", "policy=lora"], "precision mxfp8: engines without GPUs have no MXFP8 units"),
         (
-            "dense", ["precision=mxfp8", "resources.rollout_gpus=1"],
+            "dense",
+            ["precision=mxfp8", "resources.rollout_gpus=1"],
             "precision mxfp8: engines without GPUs have no MXFP8 units",
         ),
         ("dense", ["policy=lora", "lora.experts=shared_outer"], "lora.experts shared_outer needs Megatron's grouped"),
         ("dense", ["policy=lora", "lora.tuned_configs=/nowhere"], "lora.tuned_configs: /nowhere is no folder"),
     ],
-)  # fmt: skip
+)
 def test_a_start_is_refused_before_anything_runs(
     cli: Shell, models: Callable[[str], Path], capsys, kind: str, settings: list[str], message: str
 ):

@@ -1,16 +1,19 @@
 """What a session's engines reserve, which of them run together, and what is refused before any of them starts."""
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from flows import session as sessions
+from flows.reporting.report import artifact_key
 from flows.session import Session, open_session
 from flows.settings import load_config
-from infra.actors import Engine, EngineSpec
+from infra.engines.engine import Engine
+from infra.engines.spec import EngineSpec
 from infra.errors import BadInput
-from infra.run import Run
+from infra.runs.run import Run
 
 NONE = cast(Any, None)
 
@@ -39,6 +42,33 @@ def test_engines_reserve_what_the_resources_say():
 def test_training_needs_two_engines_at_a_time_and_a_visit_one(overrides: list[str], training: bool, together: list):
     found = session(*overrides).engines_at_once(training)
     assert [[engine.name for engine in engines] for engines in found] == together
+
+
+def test_engines_of_runs_of_one_name_do_not_meet_and_an_actor_s_name_says_nothing_of_its_settings():
+    ours, theirs = session(), session()
+    assert ours.rollout_engine == ours.rollout_engine, "it is found again"
+    names = [spec.actor for one in (ours, theirs) for spec in (one.rollout_engine, one.fresh_engine, one.trainer)]
+    assert len(set(names)) == 6
+    assert all(re.fullmatch("r/(rollout|verification|trainer)-[0-9a-f]{16}", name) for name in names)
+    smaller = session()
+    before = smaller.trainer.actor
+    smaller.microbatch_tokens //= 2
+    assert smaller.trainer.actor != before, "an actor that is found has the spec asked for"
+
+
+def test_pages_of_runs_that_are_called_alike_have_keys_of_their_own():
+    ids = {"A.b": "1", "a-b": "2", "a_b": "3"}
+    keys = {artifact_key(name, which) for name, which in ids.items()} | {artifact_key("a-b", "4")}
+    assert keys == {"a-b-1", "a-b-2", "a-b-3", "a-b-4"}
+
+
+def test_a_moved_model_trains_on_under_the_name_that_the_run_knows(tmp_path: Path):
+    run = Run(store=f"file://{tmp_path}", name="r")
+    run.open({"model": "models/Beam"})
+    config = load_config("beam-lora", ["model=/elsewhere/copy"])
+    moved = Session(config, run, "/elsewhere/copy", "", 0, True, NONE, NONE, "r", 64)
+    assert moved.trainer.loader.model == "/elsewhere/copy"
+    assert moved.trainer.loader.model_name == "models/Beam", "adapters' files say it: their digests stay"
 
 
 def test_an_engine_that_starts_alone_ends_the_others_before_it_asks_for_room(monkeypatch):
@@ -70,6 +100,7 @@ def test_resources_that_cannot_be_had_leave_the_runs_name_free_and_hold_no_slot(
     monkeypatch.setattr(sessions, "Tracker", Tracker)
     for name, value in (("prepare_model", tmp_path), ("fingerprint", "f"), ("vocab_size", 8)):
         monkeypatch.setattr(sessions, name, lambda *_, value=value: value)
+    (tmp_path / "config.json").write_text("{}")
     config = load_config("smollm2-cpu", [f"store={tmp_path}/store", "resources.slots=machine"])
     with pytest.raises(BadInput, match="too much"), open_session(config, "r"):
         pytest.fail("nothing may start")
