@@ -45,7 +45,7 @@ class Database:
         drawn = random.Random(seed)
         self.table = drawn.choice(sorted(_TABLES))
         self.group, self.number, self.values = _TABLES[self.table]
-        self._connection = sqlite3.connect(":memory:")
+        self._connection = sqlite3.connect(":memory:", check_same_thread=False)  # its steps never meet
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 16)
         self._connection.execute(f"CREATE TABLE {self.table} (id INTEGER, {self.group} TEXT, {self.number} INTEGER)")
         rows = [(index, drawn.choice(self.values), drawn.randint(1, 90)) for index in range(1, drawn.randint(8, 20))]

@@ -37,7 +37,7 @@ def check_train(config: TrainConfig) -> None:
         return
     if config.run is not None:
         run = Run(store=Store.at(config.store).url, name=config.run)
-        run.fits(config.identity() | contents_of(config, fingerprint(model)), PLACES)
+        run.fits(config.identity() | contents_of(config, fingerprint(model)), PLACES, TrainConfig.defaults())
         if run.read_json("dataset.json") is not None:  # it trains on what it began with
             return
     check_source(config.dataset, config.reward)

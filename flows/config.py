@@ -3,11 +3,11 @@
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from infra.config import URL, Config, Name
+from infra.config import LATER, URL, Config, Name
 from infra.numerics.mxfp8 import Mxfp8Config, check_shards, quantized_names
 from infra.policy.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from tasks.dataset.config import DatasetConfig
@@ -30,13 +30,17 @@ RESUMABLE = (
     "evaluation",
 )
 
-# Where something is may change, too: what it is counts. The content's digest, as run.json has it; "": the prompts are
-# compared with those that the run trains on (flows/prepare.py).
+# Where something is may change, too: what it is counts. The content's digest, as run.json has it; "": nothing to compare
+# (the prompts are, with those that the run trains on: flows/prepare.py).
 PLACES = {
     "model": "model_fingerprint",
     "dataset.environment": "environment_digest",
     "dataset.path": "",
     "dataset.heldout_path": "",
+    "episodes.workers": "",
+    "episodes.at_once": "",
+    "episodes.python": "",
+    "reward.workers": "",
 }
 
 
@@ -154,7 +158,7 @@ class TrainConfig(Config):
     """Supervised steps before the first version."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling on vLLM."""
-    episodes: EpisodesConfig = EpisodesConfig()
+    episodes: Annotated[EpisodesConfig, LATER] = EpisodesConfig()
     """Turns, tools and limits of an interactive environment's episodes."""
     reward: RewardConfig = RewardConfig()
     """Rewards and advantages."""
@@ -269,10 +273,7 @@ class TrainConfig(Config):
 
     def identity(self) -> dict[str, Any]:
         """The settings that make the run what it is; the others may change between a start and a resume."""
-        settings = self.model_dump(mode="json", exclude=set(RESUMABLE))
-        if self.episodes == EpisodesConfig():  # runs of before have none
-            del settings["episodes"]
-        return settings
+        return {name: value for name, value in self.stored().items() if name not in RESUMABLE}
 
 
 class VersionConfig(Config):

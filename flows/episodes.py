@@ -23,7 +23,9 @@ def rollout_settings(settings: str, episodes: Episodes | None) -> str:
     if episodes is None:
         return settings
     same = EpisodesConfig()
-    shaping = episodes.config.model_copy(update={"workers": same.workers, "python": same.python})
+    shaping = episodes.config.model_copy(
+        update={name: getattr(same, name) for name in ("workers", "at_once", "python")}
+    )
     return f"{settings}:{shaping.digest()}"
 
 

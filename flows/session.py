@@ -188,10 +188,12 @@ def contents_of(config: TrainConfig, model_fingerprint: str) -> dict[str, str]:
 
 
 def note_places(run: Run, model: Path, config: TrainConfig) -> None:
-    """Keep with the run where its model and its environment are, for who evaluates and publishes it."""
+    """Keep with the run where its model, its environment and that one's interpreter are, for who evaluates and publishes it."""
     places = {} if is_name(config.model) else {"model": str(model)}
     if "environment_digest" in run.settings():
         places["environment"] = str(place_of(config.dataset.environment))
+    if config.episodes.python:
+        places["python"] = config.episodes.python
     if places != (run.read_json("places.json") or {}):
         run.write_json("places.json", places)
 
@@ -229,7 +231,7 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     check_layout(config, model)
     run = Run(store=store, name=run_name)
     digest, vocabulary = fingerprint(model), vocab_size(model)
-    resumed = run.open(config.identity() | contents_of(config, digest), PLACES)
+    resumed = run.open(config.identity() | contents_of(config, digest), PLACES, TrainConfig.defaults())
     run_id = run.id()
     if visit is None:
         note_places(run, model, config)

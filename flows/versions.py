@@ -41,6 +41,8 @@ def _config_of(run: Run, visitor: VersionConfig | TrainConfig) -> TrainConfig:
     moved = visitor.environment if isinstance(visitor, VersionConfig) else None
     if environment := moved or places.get("environment"):
         stored["dataset"]["environment"] = environment
+    if "python" in places:
+        stored.setdefault("episodes", {})["python"] = places["python"]
     kept = visitor.model_dump(
         mode="json", include={"store", "credentials", "evaluation", "tracking", "timeouts", "resources"}
     )

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import to_jsonable_python
 
 from infra.errors import BadInput
 
@@ -42,6 +43,11 @@ Name = Annotated[str, AfterValidator(check_name)]
 """A setting that names a run or a dataset."""
 
 
+LATER = object()
+"""Annotates a setting that came when runs without it were stored already: at its default it is in no key and in no run's
+identity, so what was computed before is found and goes on."""
+
+
 class Config(BaseModel):
     """Unknown keys are errors; an attribute's docstring is its help, here and in Prefect's form."""
 
@@ -51,5 +57,24 @@ class Config(BaseModel):
 
     def digest(self) -> str:
         """sha256 (hex) of the settings as canonical JSON: equal settings, equal digest."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self.stored(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def stored(self) -> dict[str, Any]:
+        """The settings as JSON, as keys and identities name them: without those of `LATER` that are at their defaults."""
+        values = self.model_dump(mode="json")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if LATER in field.metadata and value == field.default:
+                del values[name]
+            elif isinstance(value, Config):
+                values[name] = value.stored()
+        return values
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """As JSON: of every setting that has one."""
+        fields = {name: field for name, field in cls.model_fields.items() if not field.is_required()}
+        return {
+            name: to_jsonable_python(field.get_default(call_default_factory=True)) for name, field in fields.items()
+        }

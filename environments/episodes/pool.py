@@ -1,20 +1,13 @@
 """Episodes in processes of their own, rebuilt from their replies when a process was lost."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from environments.environment import Reply
-from environments.pipes import ask, receive
-from infra.errors import BadInput, Transient
+from environments.episodes.process import EpisodeProcess
 
-START_TIMEOUT_S = 120.0
-"""An environment may import a lot before it is ready."""
 FAULTS = ("raised", "timeout", "crashed", "unrepeatable")
 """Why an environment has no answer."""
 
@@ -36,16 +29,23 @@ class Open:
     seed: int
     steps: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """Replies and the turns that answered them, as JSON."""
-    generation: int = -1
-    """The start of its process that it lives in."""
+    process: EpisodeProcess | None = None
+    """Which it lives in."""
+
+
+Answer = dict[str, Any] | Fault | None
+"""A turn as JSON; None for an episode that was only opened."""
 
 
 class EpisodePool:
     """Some processes of one interactive environment. An episode belongs to the process of its number."""
 
-    def __init__(self, reference: str, timeout_s: float, workers: int = 1, python: str | None = None) -> None:
-        """reference: as `environments.located` gives it. timeout_s: of a step. python: an interpreter; None: this one."""
-        self._hosts = [_Host(reference, timeout_s, python) for _ in range(workers)]
+    def __init__(
+        self, reference: str, timeout_s: float, workers: int = 1, python: str | None = None, at_once: int = 1
+    ) -> None:
+        """reference: as `environments.located` gives it. timeout_s: of a step. python: an interpreter; None: this one.
+        at_once: episodes of a process that take a step side by side."""
+        self._hosts = [_Host(reference, timeout_s, python, at_once) for _ in range(workers)]
         self._episodes: list[Open] = []
 
     def start(self, problems: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Fault | None]:
@@ -82,116 +82,134 @@ class EpisodePool:
     def _host(self, index: int) -> "_Host":
         return self._hosts[index % len(self._hosts)]
 
-    def _each(self, given: dict[int, dict[str, Any] | None]) -> dict[int, dict[str, Any] | Fault | None]:
-        """Every process works through its episodes in their order, side by side with the others."""
+    def _each(self, given: dict[int, dict[str, Any] | None]) -> dict[int, Answer]:
+        """Every process works through its episodes, side by side with the others."""
 
-        def work(host: "_Host") -> dict[int, dict[str, Any] | Fault | None]:
-            own = [index for index in given if self._host(index) is host]
-            return {index: host.advance(index, self._episodes[index], given[index]) for index in own}
+        def work(host: "_Host") -> dict[int, Answer]:
+            own = {index: reply for index, reply in given.items() if self._host(index) is host}
+            return host.advance({index: self._episodes[index] for index in own}, own)
 
         with ThreadPoolExecutor(len(self._hosts)) as threads:
             answers = {index: one for part in threads.map(work, self._hosts) for index, one in part.items()}
         return {index: answers[index] for index in given}
 
 
+class _Lost(Exception):
+    """The process ended without an answer, by whoever's doing."""
+
+
 class _Host:
     """One process, started again when it was lost."""
 
-    def __init__(self, reference: str, timeout_s: float, python: str | None) -> None:
-        self._reference, self._timeout_s, self._python = reference, timeout_s, python
-        self.process: subprocess.Popen[bytes] | None = None
-        self._generation = 0
+    def __init__(self, reference: str, timeout_s: float, python: str | None, at_once: int) -> None:
+        self._reference, self._timeout_s, self._python, self._at_once = reference, timeout_s, python, at_once
+        self.process: EpisodeProcess | None = None
 
-    def advance(self, index: int, episode: Open, reply: dict[str, Any] | None) -> dict[str, Any] | Fault | None:
-        """The answer to a reply; None when there is none and the episode is only opened."""
-        detail = ""
-        for _ in range(2):  # a process that was killed by others answers the second time
-            try:
-                if fault := self._rebuild(index, episode):
-                    return fault
-                if reply is None:
-                    return None
-                answer = self._step(index, reply)
-            except TimeoutError:
-                self.close()
-                return Fault("timeout", f"no answer within {self._timeout_s:g} s")
-            except (EOFError, BrokenPipeError):
-                detail = f"the environment's process ended (exit code {self.close(grace_s=1.0)})"
-                continue
-            if isinstance(answer, dict):
-                episode.steps.append((reply, answer))
-            return answer
-        return Fault("crashed", detail)
+    def advance(self, episodes: Mapping[int, Open], replies: Mapping[int, dict[str, Any] | None]) -> dict[int, Answer]:
+        """The answers to {episode: reply}."""
+        answers: dict[int, Answer] = {}
+        if self._at_once > 1:
+            answers = self._together(episodes, replies)
+        # Where a process was lost under several, which of them it was shows when each is alone.
+        return answers | {
+            index: self._alone(index, episodes[index], reply)
+            for index, reply in replies.items()
+            if index not in answers
+        }
 
     def forget(self, index: int, episode: Open) -> None:
         """Close an episode, where it lives."""
-        if self.process is None or episode.generation != self._generation:
+        if self.process is None or episode.process is not self.process:
             return
         try:
-            ask(self.process, {"close": index}, self._timeout_s)
-        except (TimeoutError, EOFError, BrokenPipeError):
+            self.process.ask({"close": index})
+        except (TimeoutError, EOFError):
             self.close()
 
     def close(self, grace_s: float = 0.0) -> int | None:
         """End the process, if there is one, by a kill after `grace_s`; returns its exit code."""
         process, self.process = self.process, None
-        if process is None:
-            return None
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.communicate()
-        return process.returncode
+        return None if process is None else process.close(grace_s)
 
-    def _rebuild(self, index: int, episode: Open) -> Fault | None:
+    def _together(
+        self, episodes: Mapping[int, Open], replies: Mapping[int, dict[str, Any] | None]
+    ) -> dict[int, Answer]:
+        """Answers that were given side by side, without those of a process that was lost."""
+        answers: dict[int, Answer] = {}
+        while left := [index for index in replies if index not in answers]:
+            process = self._started()
+
+            def attempt(index: int, process: EpisodeProcess = process) -> Answer:
+                try:
+                    return self._advance(process, index, episodes[index], replies[index])
+                except TimeoutError:
+                    process.close()  # the others are asked again
+                    return self._too_late()
+
+            got: dict[int, Answer] = {}
+            with ThreadPoolExecutor(self._at_once) as threads:
+                for index, future in [(index, threads.submit(attempt, index)) for index in left]:
+                    try:
+                        got[index] = future.result()
+                    except _Lost:
+                        continue
+            answers |= got
+            if len(got) < len(left):
+                self.close()
+                if not any(isinstance(one, Fault) and one.cause == "timeout" for one in got.values()):
+                    break
+        return answers
+
+    def _alone(self, index: int, episode: Open, reply: dict[str, Any] | None) -> Answer:
+        detail = ""
+        for _ in range(2):  # a process that was killed by others answers the second time
+            try:
+                return self._advance(self._started(), index, episode, reply)
+            except TimeoutError:
+                self.close()
+                return self._too_late()
+            except _Lost:
+                detail = f"the environment's process ended (exit code {self.close(grace_s=1.0)})"
+        return Fault("crashed", detail)
+
+    def _advance(self, process: EpisodeProcess, index: int, episode: Open, reply: dict[str, Any] | None) -> Answer:
+        """The answer to a reply. Raises TimeoutError, and _Lost when the process has ended."""
+        try:
+            if fault := self._rebuild(process, index, episode):
+                return fault
+            if reply is None:
+                return None
+            answer = _step(process, index, reply)
+        except EOFError:
+            raise _Lost from None
+        if isinstance(answer, dict):
+            episode.steps.append((reply, answer))
+        return answer
+
+    def _rebuild(self, process: EpisodeProcess, index: int, episode: Open) -> Fault | None:
         """Bring the episode into the living process: what was replied before is replied again."""
-        process = self.process or self._start()
-        if episode.generation == self._generation:
+        if episode.process is process:
             return None
-        reply = ask(
-            process, {"start": {"id": index, "problem": episode.problem, "seed": episode.seed}}, self._timeout_s
-        )
+        reply = process.ask({"start": {"id": index, "problem": episode.problem, "seed": episode.seed}})
         if "raised" in reply:
             return Fault("raised", reply["raised"])
         for given, before in episode.steps:
-            answer = self._step(index, given)
+            answer = _step(process, index, given)
             if answer != before:
                 now = answer.detail if isinstance(answer, Fault) else answer
                 return Fault("unrepeatable", f"asked again the environment answered {now!r:.200}, not {before!r:.200}")
-        episode.generation = self._generation
+        episode.process = process
         return None
 
-    def _step(self, index: int, reply: dict[str, Any]) -> dict[str, Any] | Fault:
-        assert self.process is not None
-        answer = ask(self.process, {"step": {"id": index, **reply}}, self._timeout_s)
-        return Fault("raised", answer["raised"]) if "raised" in answer else answer["turn"]
+    def _too_late(self) -> Fault:
+        return Fault("timeout", f"no answer within {self._timeout_s:g} s")
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        root = str(Path(__file__).parents[2])
-        # Another interpreter has packages of its own; ours would get in their way.
-        path = root if self._python else os.pathsep.join(entry for entry in sys.path if entry)
-        command = [self._python or sys.executable, "-m", "environments.episodes.worker", self._reference]
-        try:
-            process = self.process = subprocess.Popen(
-                [*command, str(self._timeout_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": path},
-            )
-        except OSError as error:
-            raise BadInput(f"episodes.python {self._python!r} cannot be started: {error.strerror}") from None
-        self._generation += 1
-        try:
-            reply = receive(process, START_TIMEOUT_S)
-        except (TimeoutError, EOFError) as error:
-            self.close()
-            raise Transient(
-                f"environment {self._reference!r}: its process did not start ({error or 'it ended'})"
-            ) from None
-        if "ready" not in reply:
-            self.close()
-            raise BadInput(
-                reply.get("bad_input") or f"environment {self._reference!r} does not load: {reply.get('raised')}"
-            )
-        return process
+    def _started(self) -> EpisodeProcess:
+        if self.process is None:
+            self.process = EpisodeProcess(self._reference, self._timeout_s, self._python, self._at_once)
+        return self.process
+
+
+def _step(process: EpisodeProcess, index: int, reply: dict[str, Any]) -> dict[str, Any] | Fault:
+    answer = process.ask({"step": {"id": index, **reply}})
+    return Fault("raised", answer["raised"]) if "raised" in answer else answer["turn"]

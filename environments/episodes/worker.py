@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from json import loads
 from typing import Any
 
@@ -17,9 +19,9 @@ from environments.reference import load_reference
 from infra.errors import BadInput
 
 
-def main(reference: str, timeout_s: float) -> None:
+def main(reference: str, timeout_s: float, at_once: int) -> None:
     """Answers {"ready": true} or {"bad_input" | "raised": why}; then {start: {...}} with {}, {step: {...}} with {"turn"} and
-    {close: id} with {}; or with {"raised": why}."""
+    {close: id} with {}; or with {"raised": why}. Each has the request's number. Up to `at_once` are answered side by side."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     requests, replies = claim_pipes()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -33,12 +35,24 @@ def main(reference: str, timeout_s: float) -> None:
         return send(replies, {"raised": describe(error)})
     send(replies, {"ready": True})
     episodes: dict[int, Episode] = {}
-    for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, 10 * timeout_s + 10)  # an orphan in C code ends by its processor time
+    lock = threading.Lock()
+
+    def answer(request: dict[str, Any]) -> None:
         try:
-            send(replies, _answer(environment, episodes, loads(line)))
+            reply = _answer(environment, episodes, request)
         except Exception as error:
-            send(replies, {"raised": describe(error)})
+            reply = {"raised": describe(error)}
+        with lock:
+            send(replies, {"number": request["number"], **reply})
+
+    # One at a time in this thread: code that is bound to its thread (SQLite's connections) or to the main one is all right.
+    with ThreadPoolExecutor(at_once) if at_once > 1 else nullcontext() as threads:
+        for line in requests:
+            signal.setitimer(signal.ITIMER_PROF, 10 * timeout_s + 10)  # an orphan in C code ends by its processor time
+            if threads is None:
+                answer(loads(line))
+            else:
+                threads.submit(answer, loads(line))
 
 
 def _answer(environment: Interactive, episodes: dict[int, Episode], request: dict[str, Any]) -> dict[str, Any]:
@@ -72,4 +86,4 @@ def as_turn(turn: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

@@ -90,12 +90,17 @@ class Run(Config):
         """`id`, if somebody has asked for it."""
         return (self.read_json("id.json") or {}).get("id")
 
-    def open(self, settings: dict[str, Any], places: Mapping[str, str] | None = None) -> bool:
+    def open(
+        self,
+        settings: dict[str, Any],
+        places: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Claim the name for `settings`, or resume the run that has them. True if the run existed.
 
         `places`: settings (by their path) that say where something is, and what in `settings` is its content's digest; ""
-        for one that is compared elsewhere. A place may change. Raises BadInput when the run exists with other settings or
-        contents, naming each that differs.
+        for one that is compared elsewhere or need not be the same. A place may change. `defaults`: what a setting is that
+        is not named. Raises BadInput when the run exists with other settings or contents, naming each that differs.
         """
         try:
             check_name(self.name)
@@ -104,14 +109,20 @@ class Run(Config):
         store, key = Store.at(self.store), self._key("run.json")
         if store.create(key, json.dumps(settings, indent=1, sort_keys=True).encode()):
             return False
-        return self.fits(settings, places)
+        return self.fits(settings, places, defaults)
 
-    def fits(self, settings: dict[str, Any], places: Mapping[str, str] | None = None) -> bool:
+    def fits(
+        self,
+        settings: dict[str, Any],
+        places: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Whether the run exists. Raises BadInput as `open` does when it has other settings or contents."""
         data = self._read("run.json")
         if data is None:
             return False
-        if lines := _differences(json.loads(data), settings, places or {}):
+        stored, given = (_filled(values, defaults or {}) for values in (json.loads(data), settings))
+        if lines := _differences(stored, given, places or {}):
             raise BadInput(
                 f"run: {self.name!r} exists in {self.store} with other settings:\n  {'\n  '.join(lines)}\n"
                 "Resume it with the settings that it has, or choose another run name."
@@ -174,6 +185,20 @@ class Run(Config):
     def _read(self, name: str) -> bytes | None:
         store, key = Store.at(self.store), self._key(name)
         return store.read(key) if store.size(key) is not None else None
+
+
+def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with the defaults of what they do not name."""
+    both = {
+        name: _filled(values[name], default)
+        for name, default in defaults.items()
+        if _are_mappings(values, name, default)
+    }
+    return {**defaults, **values, **both}
+
+
+def _are_mappings(values: Mapping[str, Any], name: str, default: Any) -> bool:
+    return isinstance(values.get(name), Mapping) and isinstance(default, Mapping)
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], places: Mapping[str, str]) -> list[str]:

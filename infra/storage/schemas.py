@@ -97,15 +97,17 @@ SCORED = pa.schema(
         _required("reward_parts", pa.string()),
         _required("advantage", pa.float32()),
         _required("loss_mask", pa.list_(pa.bool_())),
+        pa.field("advantages", pa.list_(pa.float32())),
     ]
 )
-"""A rollout with its reward. reward_parts: JSON name -> float. loss_mask: the response tokens that count."""
+"""A rollout with its reward. reward_parts: JSON name -> float. loss_mask: the response tokens that count. advantages: one a
+response token where they differ; null: each has `advantage`, which otherwise is their mean over the tokens that count."""
 
 SCORED_EPISODES = pa.schema([*SCORED, *_EPISODE])
 """A row of EPISODES with its episode's reward."""
 
-_ONE_A_RESPONSE_TOKEN = ("logprobs", "loss_mask", "sampled")
-_LEFT_OUT_WHERE_NULL = ("tools",)
+_ONE_A_RESPONSE_TOKEN = ("logprobs", "loss_mask", "sampled", "advantages")
+_LEFT_OUT_WHERE_NULL = ("tools", "advantages")
 """Columns that a table may lack: `compact` writes none that holds nothing, and tables of before have none."""
 ROUTES = ("routes", "routes_dtype", "routes_shape", "routes_mask", "routes_layers")
 
@@ -113,8 +115,8 @@ ROUTES = ("routes", "routes_dtype", "routes_shape", "routes_mask", "routes_layer
 def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """`table` with its columns in the schema's order; BadInput naming the column that does not fit.
 
-    Checks names, types, nulls, and that logprobs and loss_mask have one entry a response token. `tools` may be missing: it
-    is null then.
+    Checks names, types, nulls, and that logprobs and loss_mask have one entry a response token. `tools` and `advantages` may
+    be missing: they are null then.
     """
     for name in set(_LEFT_OUT_WHERE_NULL) & set(schema.names) - set(table.column_names):
         table = table.append_column(schema.field(name), pa.nulls(table.num_rows, schema.field(name).type))
@@ -137,8 +139,9 @@ def validate(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def compact(table: pa.Table) -> pa.Table:
-    """`table` as it is stored: without a column of tools where no prompt has any (as `validate` takes it back)."""
-    empty = [name for name in _LEFT_OUT_WHERE_NULL if table[name].null_count == table.num_rows]
+    """`table` as it is stored: without tools where no prompt has any, and the like (as `validate` takes it back)."""
+    names = set(_LEFT_OUT_WHERE_NULL) & set(table.column_names)
+    empty = [name for name in names if table[name].null_count == table.num_rows]
     return table.drop_columns(empty)
 
 

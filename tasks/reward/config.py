@@ -1,10 +1,10 @@
 """How responses are scored."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Config
+from infra.config import LATER, Config
 
 
 class RewardConfig(Config):
@@ -15,6 +15,11 @@ class RewardConfig(Config):
     bias of the division. rloo: reward - mean of the group's other rewards."""
     std_eps: float = Field(1e-4, gt=0)
     """grpo: added to the standard deviation."""
+    credit: Annotated[Literal["episode", "turn"], LATER] = "episode"
+    """What is compared within a group, and gets an advantage. episode: its reward. turn: the discounted return of each turn,
+    its own reward and those of the turns after it (an episode's reward that no turn gave is its last turn's)."""
+    discount: Annotated[float, LATER] = Field(1.0, ge=0, le=1)
+    """credit turn: what a reward is worth one turn earlier."""
     weights: dict[str, float] = {}
     """Weight of each part of the environment's reward; a part that is not named has 1, and one of weight 0 is reported
     only."""

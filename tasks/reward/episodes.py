@@ -1,7 +1,8 @@
-"""Rewards of episodes: what their turns gave, one advantage an episode."""
+"""Rewards of episodes: what their turns gave, one advantage an episode or one a turn."""
 
 import numpy as np
 import pyarrow as pa
+from pyarrow.compute import call_function as compute
 
 from tasks.reward.verifiers import Verdict
 
@@ -55,3 +56,34 @@ def sampled_only(rollouts: pa.Table, loss_mask: pa.Array) -> pa.Array:
     sampled = rollouts["sampled"].combine_chunks()
     both = np.asarray(loss_mask.flatten()) & np.asarray(sampled.flatten())
     return pa.ListArray.from_arrays(loss_mask.offsets, pa.array(both))
+
+
+def turn_returns(turn_rewards: list[list[float | None]], rewards_E: np.ndarray, discount: float) -> list[np.ndarray]:
+    """float64 [turns] of each episode: G_t = r_t + discount * G_(t+1) (Sutton and Barto, Reinforcement Learning, eq. 3.9).
+
+    rewards_E: of the episodes; that of one whose turns gave none is its last turn's.
+    """
+    returns = []
+    for given, reward in zip(turn_rewards, rewards_E.tolist(), strict=True):
+        rewards = [value or 0.0 for value in given]
+        if rewards and all(value is None for value in given):
+            rewards[-1] = reward
+        return_T = np.zeros(len(rewards))
+        following = 0.0
+        for turn in reversed(range(len(rewards))):
+            return_T[turn] = following = rewards[turn] + discount * following
+        returns.append(return_T)
+    return returns
+
+
+def of_tokens(rollouts: pa.Table, turn_advantages: list[np.ndarray], episode_N: np.ndarray) -> list[np.ndarray]:
+    """float32 [R] of each row: every token has the advantage of its turn, a float32 [turns] of each episode; an observation
+    that of the turn after it. Turns go on from an episode's row to its next."""
+    used = dict.fromkeys(range(len(turn_advantages)), 0)
+    tokens = []
+    sizes = compute("list_value_length", [rollouts["response_ids"]]).to_pylist()
+    for ends, size, episode in zip(rollouts["turn_ends"].to_pylist(), sizes, episode_N.tolist(), strict=True):
+        first, used[episode] = used[episode], used[episode] + len(ends)
+        own_T = turn_advantages[episode][first : used[episode]]
+        tokens.append(np.repeat(own_T, np.diff([0, *ends])) if ends else np.zeros(size, np.float32))
+    return tokens

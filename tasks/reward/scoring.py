@@ -11,7 +11,7 @@ from environments import located
 from environments.environment import REWARD_KEYWORDS
 from infra.errors import BadInput
 from infra.orchestration.progress import speaker
-from infra.storage.schemas import EPISODES, PROMPT, ROLLOUT, SCORED, SCORED_EPISODES, validate
+from infra.storage.schemas import EPISODES, PROMPT, ROLLOUT, SCORED, SCORED_EPISODES, compact, validate
 from tasks.reward import episodes, filtering
 from tasks.reward.advantages import group_advantages, mixed_groups
 from tasks.reward.config import RewardConfig
@@ -47,14 +47,30 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     rewards_N = _rewards(verdicts, config.weights)
     valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
     groups_N = np.asarray(rollouts["prompt_id"].combine_chunks().dictionary_encode().indices)
-    by_episode = (rewards_N[first_E], groups_N[first_E], valid_N[first_E])
-    advantages_N = group_advantages(*by_episode, config.advantage, config.std_eps)[episode_N]
+    compared = (rewards_N[first_E], groups_N[first_E], valid_N[first_E])
+    by_turn = interactive and config.credit == "turn"
+    if by_turn:
+        returns_E = episodes.turn_returns(
+            rollouts["turn_rewards"].take(pa.array(first_E)).to_pylist(), compared[0], config.discount
+        )
+        turns_E = [len(return_T) for return_T in returns_E]
+        compared = (np.concatenate([*returns_E, []]), np.repeat(compared[1], turns_E), np.repeat(compared[2], turns_E))
+    advantages_U = group_advantages(*compared, config.advantage, config.std_eps)
     trained_N = valid_N.copy()
     if config.truncated == "mask":
         trained_N &= ~truncated_N
     metrics |= _metrics(
         rollouts.take(first_E), rewards_N[first_E], groups_N[first_E], [verdicts[row] for row in first_E]
     )
+    loss_mask = episodes.sampled_only(rollouts, filtering.loss_masks(rollouts, trained_N))
+    by_token = None
+    if by_turn:
+        turn_advantages = np.split(advantages_U, np.cumsum(turns_E)[:-1]) if turns_E else []
+        by_token = episodes.of_tokens(rollouts, turn_advantages, episode_N)
+        masks = loss_mask.to_pylist()
+        advantages_N = np.array([_mean(one[mask]) for one, mask in zip(by_token, masks, strict=True)], np.float32)
+    else:
+        advantages_N = advantages_U[episode_N]
     scored = rollouts
     for name, column in {
         "environment": pa.array([row["environment"] for row in questions], pa.string()),
@@ -62,13 +78,14 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
         "reward": pa.array(rewards_N.astype(np.float32)),
         "reward_parts": pa.array([json.dumps(verdict.parts, sort_keys=True) for verdict in verdicts], pa.string()),
         "advantage": pa.array(np.where(trained_N, advantages_N, np.float32(0))),
-        "loss_mask": episodes.sampled_only(rollouts, filtering.loss_masks(rollouts, trained_N)),
+        "loss_mask": loss_mask,
+        "advantages": pa.array(by_token or [None] * rollouts.num_rows, SCORED.field("advantages").type),
     }.items():
         scored = scored.append_column(SCORED.field(name), column)
     if config.zero_variance == "drop":
-        ids_G, mixed_G = mixed_groups(*by_episode)
+        ids_G, mixed_G = mixed_groups(*compared)
         scored = scored.filter(pa.array(np.isin(groups_N, ids_G[mixed_G])))
-    return validate(scored, SCORED_EPISODES if interactive else SCORED), metrics
+    return compact(validate(scored, SCORED_EPISODES if interactive else SCORED)), metrics
 
 
 def _join(rollouts: pa.Table, prompts: pa.Table) -> list[dict[str, str]]:

@@ -176,7 +176,7 @@ class _Row:
             loss_index_N=joined(self.loss_index),
             targets_N=joined([sample.response[sample.mask] for sample in samples]),
             rollout_logprobs_N=joined([sample.logprobs[sample.mask] for sample in samples]),
-            advantages_N=joined([np.full(sample.loss_tokens, sample.advantage, np.float32) for sample in samples]),
+            advantages_N=joined([sample.advantages[sample.mask] for sample in samples]),
             samples=tuple(samples),
             routes_SLK=joined(self.routes) if self.routes else None,
         )

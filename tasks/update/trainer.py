@@ -170,7 +170,7 @@ class Trainer:
     def _has_gradient(self, sample: Sample) -> bool:
         """False where the sample's gradient is exactly zero: no loss token, or advantage 0 and nothing else to pull."""
         skip_zeros = self.config.skip_zero_advantage and self.config.kl_coef == 0
-        return sample.loss_tokens > 0 and not (skip_zeros and sample.advantage == 0.0)
+        return sample.loss_tokens > 0 and not (skip_zeros and not sample.advantages.any())
 
     def _check_fit(self, samples: list[Sample]) -> None:
         for sample in samples:
@@ -355,5 +355,5 @@ def _all_tokens(row: int, prompt: list[int], response: list[int]) -> Sample:
         response=np.asarray(response, dtype=np.int64),
         logprobs=np.zeros(len(response), dtype=np.float32),
         mask=np.ones(len(response), dtype=bool),
-        advantage=1.0,
+        advantages=np.ones(len(response), dtype=np.float32),
     )

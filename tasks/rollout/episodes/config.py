@@ -1,8 +1,10 @@
 """Settings of episodes: the limits of one, and where its environment runs."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from infra.config import Config
+from infra.config import LATER, Config
 
 
 class EpisodesConfig(Config):
@@ -22,7 +24,10 @@ class EpisodesConfig(Config):
     max_fault_share: float = Field(0.25, ge=0, le=1)
     """Share of a call's episodes that may be masked for the environment's faults; above it the run stops and says why."""
     workers: int = Field(2, ge=1)
-    """Processes that hold the environment's episodes. Those of one process take turns."""
+    """Processes that hold the environment's episodes."""
+    at_once: Annotated[int, LATER] = Field(1, ge=1)
+    """Episodes of one process that may take a step at the same time, each in a thread: for tools that wait (a network, a
+    program). 1: they take turns, and the environment's code need not bear threads."""
     python: str | None = None
     """The interpreter that runs the environment's episodes, with packages of its own; null: the run's."""
     tool_parser: str = "hermes"

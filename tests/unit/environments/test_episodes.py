@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from environments.calculator import TOOL
@@ -15,14 +16,16 @@ from environments.episodes.tools import check_tools, read_call
 from infra.errors import BadInput
 
 SOURCE = """
-import os, time
+import os, threading, time
 from environments import Problem, Turn
+meeting = threading.Barrier(3)
 class Count:
     def __init__(self, problem, seed): self.said = [str(seed)]
     def step(self, reply):
         self.said.append(reply.text)
         if reply.text == "raise": raise RuntimeError("broken")
         if reply.text == "hang": time.sleep(60)
+        if reply.text == "meet": meeting.wait()
         if reply.text == "exit": os._exit(3)
         if reply.text == "nothing": return Turn()
         if reply.text == "pid": return Turn([{"role": "user", "content": str(os.getpid())}])
@@ -36,10 +39,10 @@ def load_environment(): return Counting()
 PROBLEM: dict[str, Any] = {"prompt": "Count", "answer": 1, "metadata": {}, "tools": None}
 
 
-@pytest.fixture
-def pool(tmp_path: Path):
+@pytest.fixture(params=[1, 3], ids=["in turn", "at once"])
+def pool(tmp_path: Path, request: pytest.FixtureRequest):
     (tmp_path / "counting.py").write_text(SOURCE)
-    made = EpisodePool(str(tmp_path / "counting.py"), timeout_s=2.0, workers=1)
+    made = EpisodePool(str(tmp_path / "counting.py"), timeout_s=2.0, workers=1, at_once=request.param)
     yield made
     made.close()
 
@@ -82,6 +85,41 @@ def test_a_step_that_fails_costs_its_own_episode(pool: EpisodePool, said: str, c
     answers = pool.step({0: Reply(said), 1: Reply("d")})
     assert isinstance(answers[0], Fault) and answers[0].cause == cause
     assert _content(answers[1]) == "8 b d"
+
+
+def test_episodes_of_one_process_take_their_steps_at_once(tmp_path: Path):
+    (tmp_path / "counting.py").write_text(SOURCE)
+    pool = EpisodePool(str(tmp_path / "counting.py"), timeout_s=10.0, at_once=3)
+    pool.start([PROBLEM] * 6, range(6))
+    answers = pool.step({index: Reply("meet") for index in range(6)})
+    pool.close()
+    assert [_content(answer) for answer in answers.values()] == [f"{index} meet" for index in range(6)]
+
+
+def test_a_step_that_fails_beside_others_costs_its_own_episode(pool: EpisodePool):
+    pool.start([PROBLEM] * 8, range(8))
+    pool.step({index: Reply("a") for index in range(8)})
+    said = ["b", "exit", "c", "hang", "d", "raise", "hang", "e"]
+    answers = pool.step({index: Reply(text) for index, text in enumerate(said)})
+    causes = {index: answer.cause for index, answer in answers.items() if isinstance(answer, Fault)}
+    assert causes == {1: "crashed", 3: "timeout", 5: "raised", 6: "timeout"}
+    assert [_content(answers[index]) for index in (0, 2, 4, 7)] == ["0 a b", "2 a c", "4 a d", "7 a e"]
+
+
+def test_what_an_environment_started_ends_with_its_process(tmp_path: Path):
+    forks = SOURCE.replace(
+        'if reply.text == "exit"',
+        'if reply.text == "fork" and not os.fork(): time.sleep(60)\n        if reply.text == "exit"',
+    )
+    (tmp_path / "counting.py").write_text(forks)
+    pool = EpisodePool(str(tmp_path / "counting.py"), timeout_s=10.0)
+    pool.start([PROBLEM], [7])
+    pool.step({0: Reply("fork")})
+    (process,) = map(psutil.Process, pool.pids())
+    (child,) = process.children()
+    pool.close()
+    psutil.wait_procs([process, child], timeout=10)
+    assert not process.is_running() and (not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_another_interpreter_runs_it(tmp_path: Path):

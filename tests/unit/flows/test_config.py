@@ -311,3 +311,13 @@ def test_what_a_command_line_lacks_is_said(kind: type[Config], words: list[str],
     with pytest.raises(BadInput) as refused:
         parse_config(kind, apply_overrides({}, words))
     assert str(refused.value).startswith(message)
+
+
+def test_a_setting_that_came_later_changes_no_key_and_no_identity_until_it_is_used():
+    config = load_config("smollm2-cpu")
+    assert "credit" not in config.identity()["reward"] and "episodes" not in config.identity()
+    used = load_config("smollm2-cpu", ["reward.credit=turn"])
+    assert used.identity()["reward"]["credit"] == "turn"
+    assert used.reward.digest() != config.reward.digest()
+    # Of a store of before: what its keys were made of.
+    assert config.reward.digest() == "25a49b081d90bfe42af50e8440ceea3ef2697e9237cfbc54127710cf545a86eb"

@@ -227,3 +227,15 @@ def test_of_a_run_that_noted_no_content_the_place_counts(run: Run):
     assert run.open(settings(fingerprint="f", source="s"), PLACES)
     with pytest.raises(BadInput, match=r"data\.environment: the run has '/e', this start asks for '/e2'"):
         run.open(settings(environment="/e2", fingerprint="f", source="s"), PLACES)
+
+
+def test_a_setting_that_a_run_of_before_does_not_name_has_its_default(tmp_path: Path):
+    run = Run(store=f"file://{tmp_path}/store", name="r")
+    run.open({"update": {"lr": 1}})
+    defaults = {"update": {"eps": 2, "deep": {"a": 1}}, "episodes": {"turns": 8, "workers": 2}}
+    places = {"episodes.workers": ""}
+    assert run.open({"update": {"lr": 1, "eps": 2}, "episodes": {"turns": 8, "workers": 4}}, places, defaults)
+    with pytest.raises(BadInput, match=r"update\.deep\.a: the run has 1, this start asks for 3"):
+        run.open({"update": {"lr": 1, "deep": {"a": 3}}}, places, defaults)
+    with pytest.raises(BadInput, match=r"episodes\.turns: the run has 8, this start asks for 9"):
+        run.open({"update": {"lr": 1}, "episodes": {"turns": 9}}, places, defaults)

@@ -32,6 +32,7 @@ class Count:
         if reply.text == "raise": raise RuntimeError("broken")
         if reply.text == "much": return say("x" * 500)
         if reply.text == "foreign": return say("<|new|>")
+        if reply.text.startswith("give "): return Turn([{"role": "user", "content": "+"}], reward=float(reply.text[5:]))
         if reply.text == "end": return Turn(reward=float(len(self.said)), done=True)
         return say(" ".join(self.said))
 class Counting:
@@ -181,3 +182,25 @@ def test_the_score_is_one_an_episode_and_only_on_sampled_tokens(played: Any):
     played(Engine([["a", "end"]]))
     (row,) = score(played.table, played.prompts, RewardConfig())[0].to_pylist()
     assert row["loss_mask"] == row["sampled"] and not all(row["sampled"])
+
+
+def test_with_credit_by_turn_a_turns_advantage_is_of_its_discounted_return(played: Any):
+    played(Engine([["give 4", "a", "end"], ["end"], ["raise"]]))
+    config = RewardConfig(advantage="dr_grpo", credit="turn", discount=0.5)
+    long, short, broken = score(played.table, played.prompts, config)[0].to_pylist()
+    # Returns: 4 + 0.5 * 1.5 = 4.75, 0.5 * 3 = 1.5, 3 (the reward of "end" is its number); and 1. Their mean is 2.5625.
+    first, second, third = long["turn_ends"]
+    sampled = np.array(long["sampled"])
+    advantages = np.array(long["advantages"], np.float32)
+    assert set(advantages[:first]) == {np.float32(2.1875)} and set(advantages[second:third]) == {np.float32(0.4375)}
+    assert set(advantages[first:second][sampled[first:second]]) == {np.float32(-1.0625)}
+    assert set(short["advantages"]) == {np.float32(-1.5625)}
+    assert short["advantage"] == -1.5625 and long["advantage"] == pytest.approx(advantages[sampled].mean())
+    assert not any(broken["loss_mask"]) and broken["advantage"] == 0
+
+
+def test_turns_go_on_in_an_episodes_next_row(played: Any):
+    played(Engine([["<think>\nhm\n</think>\nA", "end"], ["end"]], STRIPS_THINKING))
+    config = RewardConfig(advantage="dr_grpo", credit="turn", discount=0.0)
+    rows = score(played.table, played.prompts, config)[0].to_pylist()
+    assert [set(row["advantages"]) for row in rows] == [{-1.0}, {1.0}, {0.0}]

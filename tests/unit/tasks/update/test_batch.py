@@ -33,7 +33,14 @@ def test_what_is_masked_is_never_looked_at():
 
 def test_a_sample_masked_as_a_whole_may_hold_anything():
     (sample,) = read_samples(table(logprobs=[math.nan] * 3, loss_mask=[False] * 3, advantage=math.nan))
-    assert (sample.loss_tokens, sample.advantage, len(sample.response)) == (0, 0.0, 0)
+    assert (sample.loss_tokens, len(sample.advantages), len(sample.response)) == (0, 0, 0)
+
+
+def test_every_token_has_the_samples_advantage_or_its_own():
+    (sample,) = read_samples(table())
+    assert sample.advantages.tolist() == [0.5, 0.5]
+    (sample,) = read_samples(table(advantages=[1.0, -2.0, math.nan]))
+    assert sample.advantages.tolist() == [1.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,8 @@ def test_a_sample_masked_as_a_whole_may_hold_anything():
         ({"logprobs": [-1.0]}, "3 response tokens, 1 logprobs"),
         ({"logprobs": [-1.0, math.nan, -3.0]}, "row 0: a token that counts"),
         ({"advantage": math.inf}, "row 0: a token that counts"),
+        ({"advantages": [1.0, None, 1.0]}, "row 0: a token that counts"),
+        ({"advantages": [1.0]}, "and 1 advantages should be equally many"),
     ],
 )
 def test_what_would_poison_the_update_is_refused_by_row(changes, message):

@@ -17,7 +17,7 @@ def sample(row: int, prompt: list[int], response: list[int], mask: list[bool] | 
         response=np.array(response),
         logprobs=-np.arange(len(response), dtype=np.float32),
         mask=np.array(mask or [True] * len(response)),
-        advantage=float(row),
+        advantages=float(row) + np.arange(len(response), dtype=np.float32),
     )
 
 
@@ -49,7 +49,7 @@ def test_every_target_is_predicted_from_exactly_its_own_past(samples, budget, sh
             for j, target in enumerate(one.response):
                 assert microbatch.targets_N[at] == target
                 assert microbatch.rollout_logprobs_N[at] == -j
-                assert microbatch.advantages_N[at] == one.advantage
+                assert microbatch.advantages_N[at] == one.row + j
                 assert seen(microbatch, int(microbatch.loss_index_N[at])) == [*one.prompt, *one.response[:j]]
                 at += 1
         assert at == len(microbatch.targets_N)
