@@ -49,7 +49,7 @@ def _play(engine: Any, tools: Any = None, **settings: Any) -> pa.Table:
     row = {"prompt_id": "p", "environment": "e", "messages": messages, "text": "", "answer": "1", "metadata": "{}"}
     prompts = pa.Table.from_pylist([row | {"tools": tools}], schema=PROMPT)
     episodes = Episodes(config=EpisodesConfig(max_turns=4, **settings), environment=str(engine.episode_source))
-    return play(engine, prompts, episodes, samples=12, seed=0, temperature=1.5)[0]
+    return play(engine, prompts, episodes, samples=12, seed=0, temperature=1.0)[0]
 
 
 def test_recorded_logprobs_are_those_of_the_whole_conversation(engine: Any):
@@ -66,10 +66,9 @@ def test_recorded_logprobs_are_those_of_the_whole_conversation(engine: Any):
         routes = unpack_routes(row)
         if routes is not None:
             assert routes.mask[:-1].all() and len(routes.experts) == len(ids)
-        # The engine scores at temperature 1: which token is likelier than which other is what can be compared.
         scored = np.array(engine.token_logprobs([ids])[0])[len(row["prompt_ids"]) - 1 :]
         recorded = np.array([row["logprobs"][index] for index in own])
-        assert np.corrcoef(scored[own], recorded)[0, 1] > 0.9
+        np.testing.assert_allclose(scored[own], recorded, atol=1e-3)
 
 
 def test_a_template_without_tools_and_an_unknown_parser_are_refused(engine: Any):
