@@ -14,7 +14,7 @@ from typing import Any
 from environments.environment import REWARD_KEYWORDS, Environment
 from infra.errors import BadInput
 
-_MACHINERY = {"environment", "registry", "reference", "numbers", "pipes", "episodes"}
+_MACHINERY = {"environment", "registry", "reference", "numbers", "pipes", "episodes", "sandbox"}
 
 
 def known_environments() -> list[str]:
