@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from environments.environment import Environment
-from environments.registry import is_path, load_environment, source_digest
+from environments.registry import load_environment
 from infra.errors import BadInput
+from infra.sources import is_path, source_digest
 
 _places: dict[str, Path] = {}
 """Where this process has seen the source of a digest."""

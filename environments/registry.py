@@ -1,11 +1,8 @@
 """Finds an environment by name, module or path, and calls its `load_environment()`."""
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +10,7 @@ from typing import Any
 
 from environments.environment import REWARD_KEYWORDS, Environment
 from infra.errors import BadInput
+from infra.sources import is_path, load_source
 
 _MACHINERY = {"environment", "registry", "reference", "numbers", "pipes", "episodes", "sandbox"}
 
@@ -30,7 +28,7 @@ def load_environment(name_or_path: str, **args: Any) -> Environment:
     own code fails.
     """
     try:
-        module = _load_path(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
+        module = load_source(Path(name_or_path)) if is_path(name_or_path) else _load_module(name_or_path)
     except (Exception, SystemExit) as error:
         raise own_fault(name_or_path, "cannot be imported", error) from error
     factory = getattr(module, "load_environment", None)
@@ -73,33 +71,6 @@ def own_fault(name: str, what: str, error: BaseException) -> BadInput:
     return BadInput(f"environment {name!r}: {what}: {type(error).__name__}: {error}")
 
 
-def is_path(name_or_path: str) -> bool:
-    """Whether it names a file or folder, not a module."""
-    return "/" in name_or_path or name_or_path.endswith(".py") or name_or_path in {".", ".."}
-
-
-def source_digest(place: Path) -> str:
-    """sha256 (32 hex) of an environment's Python source, a file or all of a folder: the same wherever it lies. What it reads
-    besides is no part of it. Raises BadInput where there is none."""
-    entry = _entry(place)
-    files = {"": entry}
-    if place.is_dir():
-        inside = ((path.relative_to(place).as_posix(), path) for path in place.rglob("*.py"))
-        files = {name: path for name, path in inside if not f"/{name}".count("/.")}
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        content = path.read_bytes()
-        digest.update(f"{name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()[:32]
-
-
-def _entry(place: Path) -> Path:
-    entry = place / "__init__.py" if place.is_dir() else place
-    if not entry.is_file():
-        raise BadInput(f"environment {place}: no such file; expected a .py file or a folder with an __init__.py")
-    return entry
-
-
 def _load_module(name: str) -> ModuleType:
     ours = known_environments()
     qualified = f"environments.{name}" if name in ours else name
@@ -113,27 +84,6 @@ def _load_module(name: str) -> ModuleType:
             f"environment {name!r}: no such environment; there are: {', '.join(ours)}, "
             "installed modules by their dotted name, and folders by their path (./my_environment)"
         ) from error
-
-
-def _load_path(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    entry = _entry(path)
-    # The name carries place and content: two folders called `env` are two modules, and so is one that was changed.
-    name = f"environment_{hashlib.sha256(f'{entry}:{source_digest(path)}'.encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    search = [str(path)] if path.is_dir() else None
-    spec = importlib.util.spec_from_file_location(name, entry, submodule_search_locations=search)
-    if spec is None or spec.loader is None:
-        raise BadInput(f"environment {entry}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _check_arguments(name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:

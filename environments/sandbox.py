@@ -4,6 +4,7 @@ Code runs in a process of monty's own, with limits on time and memory. Clock, ra
 process, so a cell's output is a function of the cells before it.
 """
 
+import ast
 import atexit
 import datetime
 import threading
@@ -44,15 +45,27 @@ def run_cell(code: str, state: bytes | None = None) -> Cell:
             if state is not None:
                 session.load_session(state)
             try:
-                value = session.feed_run(code, print_callback=printed)
+                value = session.feed_run(_showing_its_value(code), print_callback=printed)
             except MontyCrashedError:
                 raise
             except MontyError as error:
                 lost = isinstance(error.exception(), _LOST)
                 return Cell(_join(printed.output, _told(error)), True, None if lost else session.dump())
-            return Cell(_join(printed.output, "" if value is None else repr(value)[:OUTPUT]), False, session.dump())
+            return Cell(_join(printed.output, str(value or "")[:OUTPUT]), False, session.dump())
     except MontyCrashedError:
         return Cell("error: the code ended its interpreter; its values are gone", True, None)
+
+
+def _showing_its_value(code: str) -> str:
+    """With the text of the last expression's value as its value: in the sandbox a set has the same order in every process."""
+    try:
+        *body, last = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the sandbox says what is wrong
+        return code
+    if not isinstance(last, ast.Expr):
+        return f"{code}\nNone"
+    lines = [ast.unparse(one) for one in body]
+    return "\n".join([*lines, f"_ = {ast.unparse(last.value)}", "'' if _ is None else repr(_)"])
 
 
 def _told(error: Any) -> str:
