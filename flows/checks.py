@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from flows.config import PLACES, EvaluateConfig, PublishConfig, TrainConfig
+from flows.ideas import check_ideas
 from flows.layout import check_layout
 from flows.session import contents_of, home
 from infra.errors import BadInput
@@ -32,6 +33,7 @@ def check_train(config: TrainConfig) -> None:
         check_store(config.store)
     model = model_folder(config.model)
     config.check_model(model)
+    check_ideas(config)
     check_layout(config, model)
     if config.credentials:
         return

@@ -11,6 +11,7 @@ from infra.config import LATER, URL, Config, Name
 from infra.numerics.mxfp8 import Mxfp8Config, check_shards, quantized_names
 from infra.policy.adapters import LoraConfig, check_rank, check_targets, check_tuned_configs
 from tasks.dataset.config import DatasetConfig
+from tasks.reward.advantage import find_advantage
 from tasks.reward.config import RewardConfig
 from tasks.rollout.config import RolloutConfig
 from tasks.rollout.episodes.config import EpisodesConfig
@@ -182,7 +183,7 @@ class TrainConfig(Config):
                 f"update.temperature ({self.update.temperature}) must equal rollout.temperature "
                 f"({self.rollout.temperature}): the loss compares logprobs of the two"
             )
-        if self.rollout.samples_per_prompt < 2:
+        if self.rollout.samples_per_prompt < 2 and find_advantage(self.reward.advantage).compares == "group":
             raise ValueError(
                 f"rollout.samples_per_prompt ({self.rollout.samples_per_prompt}) must be at least 2: reward.advantage "
                 f"{self.reward.advantage} compares the samples of a prompt with each other, and one alone teaches nothing"

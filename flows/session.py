@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from environments import environment_digest, place_of
 from flows.config import PLACES, TrainConfig
+from flows.ideas import check_ideas, ideas_of
 from flows.layout import check_layout
 from flows.reporting.report import artifact_key
 from infra.engines.caches import move_caches
@@ -29,6 +30,7 @@ from infra.orchestration.tracking import Tracker
 from infra.policy.adapters import base_name
 from infra.runs.run import Head, Run
 from infra.runs.stages import Stage
+from infra.sources import is_path
 from infra.storage import disk
 from infra.storage.store import Store
 from infra.storage.urls import sqlite_path, sqlite_url
@@ -188,12 +190,14 @@ def contents_of(config: TrainConfig, model_fingerprint: str) -> dict[str, str]:
 
 
 def note_places(run: Run, model: Path, config: TrainConfig) -> None:
-    """Keep with the run where its model, its environment and that one's interpreter are, for who evaluates and publishes it."""
+    """Keep with the run where what is given by its path is (the model, the environment and its interpreter, a loss, an
+    advantage), for who evaluates and publishes it."""
     places = {} if is_name(config.model) else {"model": str(model)}
     if "environment_digest" in run.settings():
         places["environment"] = str(place_of(config.dataset.environment))
     if config.episodes.python:
         places["python"] = config.episodes.python
+    places |= {name: path for name, path in ideas_of(config).items() if is_path(path)}
     if places != (run.read_json("places.json") or {}):
         run.write_json("places.json", places)
 
@@ -228,6 +232,7 @@ def open_session(config: TrainConfig, run_name: str, visit: str | None = None) -
     store = Store.at(config.store).url
     model = prepare_model(config.model, home() / "models")
     config.check_model(model)
+    check_ideas(config)
     check_layout(config, model)
     run = Run(store=store, name=run_name)
     digest, vocabulary = fingerprint(model), vocab_size(model)

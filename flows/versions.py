@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flows.config import PLACES, TrainConfig, VersionConfig
+from flows.ideas import IDEAS
 from flows.session import Session
 from flows.settings import parse_config
 from infra.errors import BadInput
@@ -43,6 +44,9 @@ def _config_of(run: Run, visitor: VersionConfig | TrainConfig) -> TrainConfig:
         stored["dataset"]["environment"] = environment
     if "python" in places:
         stored.setdefault("episodes", {})["python"] = places["python"]
+    for name, (group, setting) in IDEAS.items():
+        if name in places:
+            stored[group][setting] = places[name]
     kept = visitor.model_dump(
         mode="json", include={"store", "credentials", "evaluation", "tracking", "timeouts", "resources"}
     )

@@ -73,7 +73,10 @@ def find_idea[T](base: type[T], package: ModuleType, name_or_path: str, setting:
         except Exception as error:
             raise BadInput(f"{setting} {name_or_path}: cannot be imported: {type(error).__name__}: {error}") from error
     else:
-        check_name(package, name_or_path, setting)
+        try:
+            check_name(package, name_or_path)
+        except BadInput as error:
+            raise BadInput(f"{setting}: {error}") from None
         module = importlib.import_module(f"{package.__name__}.{name_or_path}")
     found = [
         value
@@ -85,14 +88,14 @@ def find_idea[T](base: type[T], package: ModuleType, name_or_path: str, setting:
     return found[0]
 
 
-def check_name(package: ModuleType, name: str, setting: str) -> None:
+def check_name(package: ModuleType, name: str) -> None:
     """Raises BadInput for a name that no file of `package` has; a path is not looked at."""
     known = known_ideas(package)
     if is_path(name) or name in known:
         return
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise BadInput(f"{setting}: there is no {name!r}; {hint}there are: {', '.join(known)}, and files by their path (./mine.py)")
+    raise BadInput(f"there is no {name!r}; {hint}there are: {', '.join(known)}, and files by their path (./mine.py)")
 
 
 def idea_reference(name_or_path: str) -> str:

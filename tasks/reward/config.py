@@ -1,18 +1,23 @@
 """How responses are scored."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infra.config import LATER, Config
+from infra.sources import check_name, idea_reference, is_path
+from tasks.reward import advantages
 
 
 class RewardConfig(Config):
     """Rewards, advantages, and which samples are trained on."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (reward - group mean) / (group std + std_eps). dr_grpo: reward - group mean, without the
-    bias of the division. rloo: reward - mean of the group's other rewards."""
+    advantage: str = "grpo"
+    """What a sample's reward is compared with: a name of [tasks/reward/advantages](algorithms.md#advantages), or the path of a
+    file of yours (docs/extending.md)."""
+    advantage_args: Annotated[dict[str, Any], LATER] = {}
+    """The advantage's own settings."""
     std_eps: float = Field(1e-4, gt=0)
     """grpo: added to the standard deviation."""
     credit: Annotated[Literal["episode", "turn"], LATER] = "episode"
@@ -33,3 +38,13 @@ class RewardConfig(Config):
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose rewards are all equal, and whose advantages therefore are 0. drop: spares the trainer their tokens
     (with a KL term they would still pull)."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _known(cls, advantage: str) -> str:
+        check_name(advantages, advantage)
+        return str(Path(advantage).expanduser().resolve()) if is_path(advantage) else advantage
+
+    def stored(self) -> dict[str, Any]:
+        """See `Config.stored`; an advantage of one's own is its content, wherever the file lies."""
+        return super().stored() | {"advantage": idea_reference(self.advantage)}

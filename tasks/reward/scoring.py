@@ -13,8 +13,9 @@ from infra.errors import BadInput
 from infra.orchestration.progress import speaker
 from infra.storage.schemas import EPISODES, PROMPT, ROLLOUT, SCORED, SCORED_EPISODES, compact, validate
 from tasks.reward import episodes, filtering
-from tasks.reward.advantages import group_advantages, mixed_groups
+from tasks.reward.advantage import Rewards, advantage_of, advantages_of
 from tasks.reward.config import RewardConfig
+from tasks.reward.groups import mixed_groups
 from tasks.reward.verifiers import Request, Verdict, resident_pool
 
 REWARD_FAULTS = ("raised", "timeout", "not_finite", "crashed")
@@ -47,15 +48,18 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     rewards_N = _rewards(verdicts, config.weights)
     valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
     groups_N = np.asarray(rollouts["prompt_id"].combine_chunks().dictionary_encode().indices)
-    compared = (rewards_N[first_E], groups_N[first_E], valid_N[first_E])
-    by_turn = interactive and config.credit == "turn"
-    if by_turn:
-        returns_E = episodes.turn_returns(
-            rollouts["turn_rewards"].take(pa.array(first_E)).to_pylist(), compared[0], config.discount
-        )
-        turns_E = [len(return_T) for return_T in returns_E]
-        compared = (np.concatenate([*returns_E, []]), np.repeat(compared[1], turns_E), np.repeat(compared[2], turns_E))
-    advantages_U = group_advantages(*compared, config.advantage, config.std_eps)
+    rewards = Rewards(
+        rewards_N[first_E],
+        groups_N[first_E],
+        episodes.lengths(rollouts, episode_N),
+        _parts([verdicts[row] for row in first_E]),
+        config.weights,
+    )
+    valid_U, turns_E = valid_N[first_E], None
+    if interactive and config.credit == "turn":
+        rewards, turns_E = episodes.by_turn(rollouts, first_E, rewards, config.discount)
+        valid_U = np.repeat(valid_U, turns_E)
+    advantages_U = advantages_of(advantage_of(config), rewards, valid_U)
     trained_N = valid_N.copy()
     if config.truncated == "mask":
         trained_N &= ~truncated_N
@@ -64,8 +68,8 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     )
     loss_mask = episodes.sampled_only(rollouts, filtering.loss_masks(rollouts, trained_N))
     by_token = None
-    if by_turn:
-        turn_advantages = np.split(advantages_U, np.cumsum(turns_E)[:-1]) if turns_E else []
+    if turns_E is not None:
+        turn_advantages = np.split(advantages_U, np.cumsum(turns_E)[:-1]) if len(turns_E) else []
         by_token = episodes.of_tokens(rollouts, turn_advantages, episode_N)
         masks = loss_mask.to_pylist()
         advantages_N = np.array([_mean(one[mask]) for one, mask in zip(by_token, masks, strict=True)], np.float32)
@@ -83,7 +87,7 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     }.items():
         scored = scored.append_column(SCORED.field(name), column)
     if config.zero_variance == "drop":
-        ids_G, mixed_G = mixed_groups(*compared)
+        ids_G, mixed_G = mixed_groups(rewards.values, rewards.groups, valid_U)
         scored = scored.filter(pa.array(np.isin(groups_N, ids_G[mixed_G])))
     return compact(validate(scored, SCORED_EPISODES if interactive else SCORED)), metrics
 
@@ -187,6 +191,12 @@ def _rewards(verdicts: list[Verdict], weights: dict[str, float]) -> np.ndarray:
     return np.array(
         [sum(weights.get(k, 1.0) * v for k, v in verdict.parts.items()) for verdict in verdicts], dtype=np.float64
     )
+
+
+def _parts(verdicts: list[Verdict]) -> dict[str, np.ndarray]:
+    """float64 of each part of the reward, 0 where a verdict has none."""
+    names = sorted({name for verdict in verdicts for name in verdict.parts})
+    return {name: np.array([verdict.parts.get(name, 0.0) for verdict in verdicts], np.float64) for name in names}
 
 
 def _metrics(

@@ -1,11 +1,16 @@
 """Settings of the policy update."""
 
 import math
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from infra.config import Config
+from infra.config import LATER, Config
+from infra.sources import check_name, idea_reference, is_path
+from tasks.update import losses
+
+KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
 class ParallelConfig(Config):
@@ -80,12 +85,19 @@ class CorrectionConfig(Config):
 
 
 class UpdateConfig(Config):
-    """GRPO with AdamW, on Megatron-Core."""
+    """A policy loss with AdamW, on Megatron-Core."""
 
     lr: float = Field(1e-5, gt=0)
-    """AdamW's learning rate, reached after `lr_warmup_steps` and constant from there."""
+    """AdamW's learning rate, reached after `lr_warmup_steps`; from there as `lr_schedule` says."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from lr / lr_warmup_steps to lr."""
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], LATER] = "constant"
+    """How the learning rate goes on after its warm-up: over `lr_decay_steps` down to `lr_end` of lr, straight or along half a
+    cosine."""
+    lr_decay_steps: Annotated[int | None, LATER] = Field(None, ge=1)
+    """Steps over which linear and cosine go down; they need it."""
+    lr_end: Annotated[float, LATER] = Field(0.0, ge=0, le=1)
+    """Share of lr that is left in the end."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
@@ -95,14 +107,35 @@ class UpdateConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm when theirs is larger."""
 
+    loss: Annotated[str, LATER] = "grpo"
+    """The policy loss: a name of [tasks/update/losses](algorithms.md#losses), or the path of a file of yours (docs/extending.md)."""
+    loss_args: Annotated[dict[str, Any], LATER] = {}
+    """The loss's own settings."""
+    reduction: Annotated[Literal["token_mean", "sequence_mean", "sequence_sum", "fixed"], LATER] = "token_mean"
+    """How a step's tokens become one number. token_mean: all weigh the same. sequence_mean: all responses do. sequence_sum:
+    the mean over responses of their tokens' sum. fixed: that, over `reduction_length` (Dr. GRPO)."""
+    reduction_length: Annotated[int | None, LATER] = Field(None, ge=1)
+    """Tokens that `fixed` divides by, e.g. rollout.max_new_tokens."""
+    minibatches: Annotated[int, LATER] = Field(1, ge=1)
+    """Optimizer steps that an epoch of the batch is cut into; samples of a prompt stay together, and the order is drawn anew
+    for each step and epoch."""
+    epochs: Annotated[int, LATER] = Field(1, ge=1)
+    """How often a step goes through its batch."""
+    old_logprobs: Annotated[Literal["auto", "rollout", "trainer"], LATER] = "auto"
+    """Which policy the importance ratio is taken to. rollout: the one that sampled. trainer: the trainer's own before the
+    step's first optimizer step (with several, one more forward pass). auto: trainer where `correction` weighs what lies
+    between the two, else rollout."""
     clip_eps_low: float = Field(0.2, ge=0, lt=1)
     """The importance ratio is clipped below at 1 - clip_eps_low."""
     clip_eps_high: float = Field(0.2, ge=0)
     """The importance ratio is clipped above at 1 + clip_eps_high (DAPO's "clip higher": larger than the lower one)."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference (the initial weights). 0: no reference is kept."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Which estimate of KL(policy || reference) a token's penalty is (http://joschu.net/blog/kl-approx.html)."""
+    kl_estimator: KlEstimator = "k3"
+    """Which estimate of KL(policy || reference) a token's penalty is (http://joschu.net/blog/kl-approx.html). k1+ and k3+
+    have k2's gradient, which is that of the KL; k1's is zero on average, k3's that of the other direction's KL."""
+    entropy_coef: Annotated[float, LATER] = Field(0.0, ge=0)
+    """Weight of an entropy bonus."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of the rollouts: logits are divided by it, so that logprobs mean what the engine's do."""
 
@@ -147,10 +180,40 @@ class UpdateConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     """Parallel sizes on a GPU cluster."""
 
+    @field_validator("loss")
+    @classmethod
+    def _resolved(cls, loss: str) -> str:
+        """A path as seen from anywhere: the trainer is another process."""
+        check_name(losses, loss)
+        return str(Path(loss).expanduser().resolve()) if is_path(loss) else loss
+
+    def stored(self) -> dict[str, Any]:
+        """See `Config.stored`; a loss of one's own is its content, wherever the file lies."""
+        values = super().stored()
+        return values | {"loss": idea_reference(self.loss)} if "loss" in values else values
+
     @model_validator(mode="after")
     def _possible(self) -> "UpdateConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if self.lr_schedule != "constant" and self.lr_decay_steps is None:
+            raise ValueError(f"lr_schedule {self.lr_schedule} needs lr_decay_steps, the steps over which it goes down")
+        if self.lr_schedule == "constant" and (self.lr_decay_steps is not None or self.lr_end):
+            raise ValueError("lr_decay_steps and lr_end are of lr_schedule linear and cosine, not of constant")
+        if (self.reduction == "fixed") != (self.reduction_length is not None):
+            raise ValueError(
+                "reduction fixed divides by reduction_length, e.g. rollout.max_new_tokens: set both, or neither"
+            )
+        if self.replay == "recorded" and self.minibatches * self.epochs > 1:
+            raise ValueError(
+                "replay recorded records routes before each optimizer step: with minibatches or epochs above 1 they would not "
+                "be those of the first; use replay rollout or off"
+            )
+        if self.old_logprobs == "rollout" and self.correction.tokens != "none":
+            raise ValueError(
+                f"correction.tokens {self.correction.tokens} weighs what lies between rollout and trainer, and old_logprobs "
+                "rollout would count it twice: leave old_logprobs at auto"
+            )
         if self.replay_weights and self.replay != "recorded":
             raise ValueError(f"replay_weights needs replay recorded, not {self.replay}: rollouts carry no weights")
         if self.weights == "float32" and self.precision == "bfloat16":

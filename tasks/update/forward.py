@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from infra.models import megatron_cpu
 from tasks.update.config import UpdateConfig
 from tasks.update.linear_loss import OutputLayer, linear_logprobs, linear_loss
-from tasks.update.loss import LossSums
 from tasks.update.model import PolicyModel
 from tasks.update.packing import EMPTY, Microbatch
+from tasks.update.step_loss import LossSums
 
 StepLoss = Callable[[int, slice, Tensor, Tensor], LossSums]
 """(microbatch index, slice of its loss tokens, logprobs, entropy) -> loss of these tokens."""

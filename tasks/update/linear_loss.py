@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tasks.update.loss import LossSums
+from tasks.update.step_loss import LossSums
 
 ChunkLoss = Callable[[slice, Tensor, Tensor], LossSums]
 """(the chunk's slice of the N tokens, logprobs [C] that carry a gradient, entropy [C]) -> loss of the chunk."""
@@ -59,14 +59,14 @@ class _LinearLoss(torch.autograd.Function):
         grad_weight_VH = None
         for at in _chunks(len(targets_N), layer):
             softmax = _Softmax(hidden_NH[at], targets_N[at], layer)
-            logprobs_C = softmax.logprobs_C.requires_grad_()
+            logprobs_C, entropy_C = softmax.logprobs_C.requires_grad_(), softmax.entropy_C.requires_grad_()
             with torch.enable_grad():
-                chunk = chunk_loss(at, logprobs_C, softmax.entropy_C)
-                (grad_logprobs_C,) = torch.autograd.grad(chunk.loss, logprobs_C)
+                chunk = chunk_loss(at, logprobs_C, entropy_C)
+                grads = torch.autograd.grad(chunk.loss, [logprobs_C, entropy_C], allow_unused=True)
             total = total + LossSums(**{**vars(chunk), "loss": chunk.loss.detach()})
             if grad_hidden_NH is None:
                 continue
-            grad_logits_CV = softmax.backward(grad_logprobs_C).to(weight_VH.dtype)
+            grad_logits_CV = softmax.backward(*grads).to(weight_VH.dtype)
             torch.mm(grad_logits_CV, weight_VH, out=grad_hidden_NH[at])
             if ctx.needs_input_grad[1]:
                 grad_weight_VH = _accumulate(grad_weight_VH, grad_logits_CV.t(), hidden_NH[at])
@@ -83,7 +83,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _Softmax:
-    """Logprobs and entropy of one chunk, in two [C, V] buffers that `backward` reuses (three with a soft cap)."""
+    """Logprobs and entropy of one chunk, in two [C, V] buffers that `backward` reuses (three with a soft cap, two more with an
+    entropy bonus)."""
 
     def __init__(self, hidden_CH: Tensor, targets_C: Tensor, layer: OutputLayer):
         self.layer = layer
@@ -106,12 +107,27 @@ class _Softmax:
         weighted_C = _reduce(torch.linalg.vecdot(self.exp_CV, logits_CV), dist.ReduceOp.SUM, layer)
         self.entropy_C = log_sum_C - weighted_C / self.sum_C
 
-    def backward(self, grad_logprobs_C: Tensor) -> Tensor:
-        """d loss / d logits, [C, V]: (onehot(target) - softmax) * grad / temperature, times the soft cap's slope."""
+    def backward(self, grad_logprobs_C: Tensor | None, grad_entropy_C: Tensor | None) -> Tensor:
+        """d loss / d logits, [C, V], where None is a gradient of zero.
+
+        With p the softmax: grad * (onehot(target) - p) of the logprob, grad * -p (log p + H) of the entropy H; both over the
+        temperature, times the soft cap's slope.
+        """
+        if grad_logprobs_C is None:
+            grad_logprobs_C = torch.zeros_like(self.logprobs_C)
+        of_entropy_CV = None if grad_entropy_C is None else self._entropy_backward(grad_entropy_C)
         grad_C1 = (grad_logprobs_C / self.layer.temperature).unsqueeze(1)
         grad_logits_CV = self.exp_CV.mul_(-grad_C1 / self.sum_C.unsqueeze(1))
         grad_logits_CV.scatter_add_(1, self.targets_C1, grad_C1 * self.owned_C1)
+        if of_entropy_CV is not None:
+            grad_logits_CV += of_entropy_CV
         return grad_logits_CV if self.slope_CV is None else grad_logits_CV.mul_(self.slope_CV)
+
+    def _entropy_backward(self, grad_entropy_C: Tensor) -> Tensor:
+        probability_CV = self.exp_CV / self.sum_C.unsqueeze(1)
+        slope_CV = torch.special.xlogy(probability_CV, probability_CV)
+        slope_CV += probability_CV.mul_(self.entropy_C.detach().unsqueeze(1))
+        return slope_CV.mul_(-(grad_entropy_C / self.layer.temperature).unsqueeze(1))
 
 
 def _chunks(count: int, layer: OutputLayer) -> list[slice]:

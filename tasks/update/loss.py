@@ -1,154 +1,112 @@
-"""The GRPO loss of a set of tokens: a pure function from logprobs to a loss and its metrics.
+"""What a policy loss is: a pure function of tokens. Each is one file of tasks/update/losses/, or a file of yours.
 
-Every sum is over tokens and every weight is 1 / (loss tokens of the whole step), so results of disjoint sets of tokens
-add up: the gradient does not depend on how a step is split into microbatches or chunks.
+Every loss is written for a token, so that results of disjoint sets of tokens add up: the gradient does not depend on how a
+step is split into microbatches, chunks or processes. What a token needs to know of the others (its response's mean, the
+step's covariance) `prepare` computes before, from logprobs without a gradient.
 """
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from tasks.update.config import CorrectionConfig
-from tasks.update.corrections import token_weights
-
-_NO_CORRECTION = CorrectionConfig()
-KlEstimator = Literal["k1", "k2", "k3"]
-LARGEST = ("ratio_max", "logprob_diff_max")
-"""Of LossSums: the fields of which the largest counts, not the sum."""
+from infra.config import Config
+from infra.errors import BadInput
+from infra.sources import find_idea
+from tasks.update import losses
+from tasks.update.config import UpdateConfig
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """N tokens that count in the loss. All tensors are float32 [N]; logprobs in nats, at the sampling temperature."""
+class Tokens:
+    """N tokens that count in the loss. All tensors are float [N]; logprobs in nats, at the sampling temperature."""
 
     logprobs: Tensor
-    """Of the policy being trained; carries the gradient."""
-    rollout_logprobs: Tensor
-    """Of the policy that sampled, as its engine reported them."""
+    """Of the policy that is trained; carries the gradient."""
+    old_logprobs: Tensor
+    """Of the policy that ratios are taken to: the rollout's, or the trainer's own before the step."""
     advantages: Tensor
-    """Each token's advantage."""
-    entropy: Tensor
-    """Of the policy's next-token distribution (a metric only)."""
-    reference_logprobs: Tensor | None = None
-    """Of the reference policy; needed if kl_coef > 0."""
-    kept: Tensor | None = None
-    """1 for tokens of responses that count, 0 for those that a sequence mask dropped; None: all count."""
+    """Each token's."""
+    prepared: Tensor | None = None
+    """What `prepare` gave for these tokens."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log of policy / old policy."""
+        return self.logprobs - self.old_logprobs
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """What the loss depends on besides the tokens."""
-
-    clip_eps_low: float
-    clip_eps_high: float
-    kl_coef: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    correction: CorrectionConfig = _NO_CORRECTION
-    denominator: int = 1
-    """Loss tokens of the whole step, skipped samples included."""
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """What a set of tokens adds to the step. `a + b` is the result of both sets together."""
+class TokenLoss:
+    """What a loss makes of N tokens."""
 
     loss: Tensor
-    """Scalar: this set's share of the step's loss; carries the gradient until detached."""
-    policy_loss: float = 0.0
-    """This set's share of the clipped surrogate."""
-    kl: float = 0.0
-    """Sum over tokens of the KL estimate."""
-    entropy: float = 0.0
-    """Sum over tokens."""
-    clipped: float = 0.0
-    """Tokens whose gradient the clipping removed."""
-    ratio: float = 0.0
-    """Sum over tokens of the importance ratio to the rollout."""
-    ratio_max: float = 0.0
-    k3: float = 0.0
-    """Sum over tokens of exp(d) - 1 - d with d = trainer logprob - rollout logprob."""
-    logprob_diff_max: float = 0.0
-    """Largest |d|."""
-    truncated: float = 0.0
-    """Tokens whose weight was truncated (tasks/update/corrections.py)."""
-    masked: float = 0.0
-    """Tokens that a token or a sequence mask dropped."""
-    weight: float = 0.0
-    """Sum over tokens of the corrections' weights."""
-    tokens: int = 0
-
-    def __add__(self, other: "LossSums") -> "LossSums":
-        combine = dict.fromkeys(LARGEST, max)
-        return LossSums(
-            **{
-                field.name: combine.get(field.name, lambda a, b: a + b)(
-                    getattr(self, field.name), getattr(other, field.name)
-                )
-                for field in fields(self)
-            }
-        )
+    """[N], to be minimised; carries the gradient."""
+    clipped: Tensor
+    """bool [N]: tokens whose gradient the loss removed or bounded (a metric)."""
 
 
-def grpo_loss(tokens: LossInputs, config: LossConfig) -> LossSums:
-    """Clipped surrogate with token-level aggregation, plus the KL penalty.
+@dataclass(frozen=True)
+class Response:
+    """The loss tokens of one response, before the optimizer step. All tensors are float32 [R], without a gradient."""
 
-    With ratio r = exp(logprob - rollout logprob) and advantage A, a token's policy loss is
-    -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) (PPO, arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300), and tokens
-    are averaged over the whole step, not per sample (DAPO, arXiv:2503.14476, eq. 12).
-    """
-    difference_N = tokens.logprobs - tokens.rollout_logprobs
-    weights = token_weights(difference_N, config.correction)
-    weight_N = weights.weight_N if tokens.kept is None else weights.weight_N * tokens.kept
-    # A correction has k as a constant: what is left to clip is the policy's own change.
-    corrected = config.correction.tokens != "none"
-    ratio_N = (tokens.logprobs - tokens.logprobs.detach()).exp() if corrected else difference_N.exp()
-    clipped_ratio_N = ratio_N.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
-    plain_N = -ratio_N * tokens.advantages * weight_N
-    clipped_N = -clipped_ratio_N * tokens.advantages * weight_N
-    policy_loss = torch.maximum(plain_N, clipped_N).sum() / config.denominator
-    loss, kl = policy_loss, 0.0
-    if config.kl_coef > 0:
-        assert tokens.reference_logprobs is not None
-        kl_sum = kl_estimate(tokens.logprobs, tokens.reference_logprobs, config.kl_estimator).sum()
-        loss = policy_loss + config.kl_coef * kl_sum / config.denominator
-        kl = kl_sum.item()
-    with torch.no_grad():
-        k_N = difference_N.exp()
-        dropped = weights.masked if tokens.kept is None else (weight_N == 0).sum().item()
-        return LossSums(
-            loss=loss,
-            policy_loss=policy_loss.item(),
-            kl=kl,
-            entropy=tokens.entropy.sum().item(),
-            clipped=(clipped_N > plain_N).sum().item(),
-            ratio=k_N.sum().item(),
-            ratio_max=k_N.max().item() if len(k_N) else 0.0,
-            k3=_k3(difference_N.double()).sum().item(),
-            logprob_diff_max=difference_N.abs().max().item() if len(ratio_N) else 0.0,
-            truncated=weights.truncated,
-            masked=dropped,
-            weight=weight_N.sum().item(),
-            tokens=len(ratio_N),
-        )
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
 
 
-def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the policy's samples, [N].
+class Loss(Config):
+    """A policy loss; its fields are its settings (`update.loss_args`)."""
 
-    With log q/p = reference - policy: k1 = -log(q/p), k2 = (log(q/p))^2 / 2, k3 = q/p - 1 - log(q/p)
-    (Schulman, http://joschu.net/blog/kl-approx.html). All are estimates of the value; as a loss, k1's expected
-    gradient is zero on policy, k2's is the gradient of the reverse KL.
-    """
-    log_ratio_N = reference_logprobs_N - logprobs_N
-    if estimator == "k1":
-        return -log_ratio_N
-    if estimator == "k2":
-        return log_ratio_N.square() / 2
-    return _k3(log_ratio_N)
+    prepares: ClassVar[bool] = False
+    """Whether it has a `prepare`: one more forward pass."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Settings of `update` that are its own, by these names."""
+
+    def prepare(self, responses: Sequence[Response], seed: int) -> list[Tensor]:
+        """A constant for each token of each response, of all of an optimizer step's that have a gradient. seed: of what it
+        draws; the same in every process and whenever the step is replayed."""
+        raise NotImplementedError
+
+    def tokens(self, tokens: Tokens) -> TokenLoss:
+        """The loss of each token."""
+        raise NotImplementedError
 
 
-def _k3(log_ratio_N: Tensor) -> Tensor:
-    """exp(x) - 1 - x, which is never negative; exp(x) - 1 in one, or small ratios would be lost in rounding."""
-    return log_ratio_N.expm1() - log_ratio_N
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> TokenLoss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO, arXiv:1707.06347, eq. 7."""
+    plain_N = -ratio_N * advantages_N
+    clipped_N = -ratio_N.clamp(1 - low, 1 + high) * advantages_N
+    return TokenLoss(torch.maximum(plain_N, clipped_N), clipped_N > plain_N)
+
+
+def none_clipped(loss_N: Tensor) -> TokenLoss:
+    """Of a loss that bounds nothing."""
+    return TokenLoss(loss_N, torch.zeros_like(loss_N, dtype=torch.bool))
+
+
+def policy_loss(config: UpdateConfig) -> Loss:
+    """The loss that the settings name. Raises BadInput for one that there is not, and for settings that it has not."""
+    kind = find_idea(Loss, losses, config.loss, "update.loss")
+    given = dict(config.loss_args)
+    for name in ("clip_eps_low", "clip_eps_high"):
+        value, default = getattr(config, name), UpdateConfig.model_fields[name].default
+        if name in kind.takes:
+            given.setdefault(name, value)
+        elif value != default:
+            raise BadInput(
+                f"update.{name} is set, but update.loss {config.loss} has no such setting: {_settings_of(kind)}"
+            )
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(["update.loss_args", *(str(part) for part in first["loc"])])
+        raise BadInput(f"{place}: {first['msg']}; {_settings_of(kind)}") from None
+
+
+def _settings_of(kind: type[Loss]) -> str:
+    return f"its settings are {', '.join(kind.model_fields)}" if kind.model_fields else "it has none"

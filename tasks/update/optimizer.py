@@ -1,5 +1,6 @@
 """AdamW over fp32 master weights, applied as a whole or not at all."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +79,14 @@ class MasterAdamW:
         return self.parameters[name].grad if self._weights[name] == torch.float32 else self._sums.get(name)
 
     def lr(self, step: int) -> float:
-        """Learning rate of step `step` (the first is 0): linear warmup, then constant."""
-        return self.config.lr * min(1.0, (step + 1) / max(1, self.config.lr_warmup_steps))
+        """Learning rate of step `step` (the first is 0): linear warmup, then as the schedule says."""
+        config, warm = self.config, max(1, self.config.lr_warmup_steps)
+        rising = config.lr * min(1.0, (step + 1) / warm)
+        if config.lr_schedule == "constant" or step < warm:
+            return rising
+        done = min(1.0, (step + 1 - warm) / (config.lr_decay_steps or 1))
+        left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return config.lr * (config.lr_end + (1 - config.lr_end) * left)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

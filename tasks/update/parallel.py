@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tasks.update.loss import LARGEST, LossSums
 from tasks.update.optimizer import MasterAdamW, Share
+from tasks.update.step_loss import LARGEST, LossSums
 
 
 class Ranks:

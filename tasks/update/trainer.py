@@ -18,11 +18,13 @@ from infra.policy.adapters import LoraConfig, base_name, peft_config
 from infra.policy.mirror import Mirror
 from tasks.update import routes
 from tasks.update.batch import Sample, read_samples
+from tasks.update.batch_loss import BatchLoss
 from tasks.update.config import UpdateConfig
-from tasks.update.corrections import check_mismatch, kept_sequences
+from tasks.update.corrections import check_mismatch
 from tasks.update.forward import PolicyForward
 from tasks.update.lora import PolicyAdapter
-from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss
+from tasks.update.loss import policy_loss
+from tasks.update.minibatches import optimizer_steps
 from tasks.update.model import load_policy
 from tasks.update.mxfp8 import check_device, emulate, megatron_settings
 from tasks.update.optimizer import MasterAdamW
@@ -30,6 +32,7 @@ from tasks.update.packing import Microbatch, pack
 from tasks.update.parallel import Ranks
 from tasks.update.precision import resolve_precision
 from tasks.update.stacks import as_stacks, by_expert, stacks_of
+from tasks.update.step_loss import LossSums
 
 
 class Trainer:
@@ -58,6 +61,7 @@ class Trainer:
         """
         self.config = config
         self.step = 0
+        self._policy_loss = policy_loss(config)
         precision = resolve_precision(config.precision)
         self._quantised: list[str] = []
         settings: dict[str, Any] = {}
@@ -82,15 +86,15 @@ class Trainer:
         self.rank, self.processes = self.ranks.rank, self.ranks.number
         shares = self.ranks.shares() if config.shard_optimizer else {}
         self.optimizer = MasterAdamW(list(parameters.items()), config, dtypes, shares)
-        self._masked_sequences = 0  # of the last step
         self._reference: dict[str, Tensor] | None = None
         if config.kl_coef > 0 and self.adapter is None:
             self._reference = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, batch: pa.Table) -> dict[str, float]:
-        """One optimizer step on a SCORED table; the step's metrics (see `_metrics`).
+        """The step on a SCORED table, one optimizer step or several; its metrics (see `_metrics`).
 
-        Advantages come with the batch. If this raises (BadInput, NonFiniteUpdate), nothing has changed.
+        Advantages come with the batch. If this raises (BadInput, NonFiniteUpdate), nothing has changed, unless in an
+        optimizer step after the first: then the trainer is to go back to a state that it had.
         """
         return self.update_part(self.parts(batch, [self.forward.replay.layers])[0])
 
@@ -113,16 +117,34 @@ class Trainer:
         layers = self.forward.replay.layers if routes.has_routes(batch) else ()
         samples = read_samples(batch, layers)
         self._check_fit(samples)
-        trained = [sample for sample in samples if self._has_gradient(sample)]
-        denominator = sum(sample.loss_tokens for sample in samples)
-        packed = pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
+        packed = self._packed(samples)
+        microbatches = self._dealt(packed)
         lr = self.optimizer.lr(self.step)
+        loss = BatchLoss(self.forward, self.ranks, self.config, self._policy_loss, self._reference_weights)
+        parts = optimizer_steps(samples, self.config.minibatches, self.config.epochs, self.step)
+        loss.look_back(microbatches, samples, several=len(parts) > 1)
+        total, norms = LossSums(loss=torch.zeros(())), []
+        for number, part in enumerate(parts):
+            own = packed if len(part) == len(samples) else self._packed(part)
+            dealt = microbatches if own is packed else self._dealt(own)
+            run = functools.partial(loss.gradients, dealt, part, number == 0, self.step * len(parts) + number)
+            sums, norm = self._descend(run, lr, bool(own))
+            total = total + sums
+            norms.append(norm)
+        self.step += 1
+        return self._metrics(total, packed, samples, lr, norms, loss.masked_sequences)
+
+    def _packed(self, samples: list[Sample]) -> list[Microbatch]:
+        """Those that have a gradient."""
+        trained = [sample for sample in samples if self._has_gradient(sample)]
+        return pack(trained, self.config.microbatch_tokens, self.forward.shares_prompts)
+
+    def _dealt(self, packed: list[Microbatch]) -> list[Microbatch]:
+        """What this process computes of them, with the routes that it replays."""
         microbatches = self.forward.deal(packed)
         if self.config.replay == "recorded" and self.forward.replay.model is not None:
             microbatches = self.forward.with_recorded_routes(microbatches)
-        sums, grad_norm = self._descend(lambda: self._gradients(microbatches, denominator), lr, bool(packed))
-        self.step += 1
-        return self._metrics(sums, packed, samples, denominator, lr, grad_norm)
+        return microbatches
 
     def supervise(self, batches: Sequence[Sequence[tuple[list[int], list[int]]]], lr: float) -> list[float]:
         """One optimizer step a batch of (prompt ids, response ids): maximum likelihood, each token weighs the same.
@@ -169,7 +191,7 @@ class Trainer:
 
     def _has_gradient(self, sample: Sample) -> bool:
         """False where the sample's gradient is exactly zero: no loss token, or advantage 0 and nothing else to pull."""
-        skip_zeros = self.config.skip_zero_advantage and self.config.kl_coef == 0
+        skip_zeros = self.config.skip_zero_advantage and self.config.kl_coef == 0 and self.config.entropy_coef == 0
         return sample.loss_tokens > 0 and not (skip_zeros and not sample.advantages.any())
 
     def _check_fit(self, samples: list[Sample]) -> None:
@@ -177,58 +199,6 @@ class Trainer:
             largest = max(sample.prompt.max(), sample.response.max(initial=0))
             if largest >= self.model.vocabulary or min(sample.prompt.min(), sample.response.min(initial=0)) < 0:
                 raise BadInput(f"scored batch, row {sample.row}: token id {largest} is not in the model's vocabulary")
-
-    def _gradients(self, microbatches: list[Microbatch], denominator: int) -> LossSums:
-        """Accumulate the step's gradient; the sums of this process's tokens. The reference replays the same routes: the
-        penalty then compares weights, not choices of experts."""
-        references: Sequence[Tensor | None] = [None] * len(microbatches)
-        if self.config.kl_coef > 0:
-            with self._reference_weights():
-                references = list(self.forward.logprobs(microbatches, self.config.temperature))
-        config = LossConfig(
-            clip_eps_low=self.config.clip_eps_low,
-            clip_eps_high=self.config.clip_eps_high,
-            kl_coef=self.config.kl_coef,
-            kl_estimator=self.config.kl_estimator,
-            correction=self.config.correction,
-            denominator=denominator,
-        )
-        kept, self._masked_sequences = self._kept_tokens(microbatches)
-
-        def chunk_loss(index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
-            microbatch, reference_N = microbatches[index], references[index]
-            return grpo_loss(
-                LossInputs(
-                    logprobs=logprobs_C,
-                    rollout_logprobs=microbatch.rollout_logprobs_N[at].to(logprobs_C.device),
-                    advantages=microbatch.advantages_N[at].to(logprobs_C.device),
-                    entropy=entropy_C,
-                    reference_logprobs=None if reference_N is None else reference_N[at],
-                    kept=None if kept is None else kept[index][at],
-                ),
-                config,
-            )
-
-        return self.forward.backward(microbatches, chunk_loss)
-
-    def _kept_tokens(self, microbatches: list[Microbatch]) -> tuple[list[Tensor] | None, int]:
-        """With a sequence mask: for each microbatch 1 for loss tokens of responses that count, else 0, float32 [N];
-        and how many responses do not count."""
-        if self.config.correction.sequences == "none":
-            return None, 0
-        kept, dropped = [], 0
-        logprobs = self.forward.logprobs(microbatches, self.config.temperature)
-        for microbatch, logprobs_N in zip(microbatches, logprobs, strict=False):  # none before the last pipeline stage
-            lengths = [sample.loss_tokens for sample in microbatch.samples]
-            difference_N = logprobs_N - microbatch.rollout_logprobs_N.to(logprobs_N.device)
-            counts = kept_sequences(difference_N.split(lengths), self.config.correction)
-            dropped += counts.count(False)
-            kept.append(
-                torch.repeat_interleave(
-                    torch.tensor(counts, dtype=torch.float32), torch.tensor(lengths, dtype=torch.int64)
-                ).to(logprobs_N.device)
-            )
-        return kept, self.ranks.count(dropped)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -253,11 +223,12 @@ class Trainer:
         sums: LossSums,
         microbatches: list[Microbatch],
         samples: list[Sample],
-        denominator: int,
         lr: float,
-        grad_norm: float,
+        norms: list[float],
+        masked_sequences: int,
     ) -> dict[str, float]:
-        """Means are over the tokens that were trained on; `loss` and `policy_loss` are over the whole step's.
+        """Means are over the tokens that were trained on; `loss`, `policy_loss` and `grad_norm` are means of the optimizer
+        steps, of all of a step's tokens.
 
         k3_mean and logprob_diff_max compare rollout and trainer before the step. `updated` is 0 where nothing was
         trainable: the weights did not change and the other figures are 0.
@@ -265,11 +236,11 @@ class Trainer:
         tokens = max(1, sums.tokens)
         trained = sum(len(microbatch.samples) for microbatch in microbatches)
         return {
-            "loss": float(sums.loss),
-            "policy_loss": sums.policy_loss,
+            "loss": float(sums.loss) / len(norms),
+            "policy_loss": sums.policy_loss / len(norms),
             "kl": sums.kl / tokens,
             "entropy": sums.entropy / tokens,
-            "grad_norm": grad_norm,
+            "grad_norm": sum(norms) / len(norms),
             "lr": lr,
             "clip_fraction": sums.clipped / tokens,
             "ratio_mean": sums.ratio / tokens,
@@ -278,13 +249,14 @@ class Trainer:
             "correction_weight_mean": sums.weight / tokens if sums.tokens else 1.0,
             "truncated_fraction": sums.truncated / tokens,
             "masked_fraction": sums.masked / tokens,
-            "masked_sequences": float(self._masked_sequences),
+            "masked_sequences": float(masked_sequences),
             "logprob_diff_max": sums.logprob_diff_max,
-            "loss_tokens": float(denominator),
+            "loss_tokens": float(sum(sample.loss_tokens for sample in samples)),
             "model_tokens": float(sum(len(microbatch.tokens_S) for microbatch in microbatches)),
             "trained_samples": float(trained),
             "skipped_samples": float(len(samples) - trained),
             "updated": float(bool(microbatches)),
+            **({"optimizer_steps": float(len(norms))} if len(norms) > 1 else {}),
         }
 
     def token_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -7,7 +7,8 @@ import torch
 
 from tasks.update.config import CorrectionConfig
 from tasks.update.corrections import kept_sequences, token_weights
-from tasks.update.loss import LossConfig, LossInputs, grpo_loss
+from tasks.update.losses.grpo import Grpo
+from tasks.update.step_loss import LossConfig, LossInputs, step_loss
 
 K = [0.1, 0.5, 1.0, 2.0, 5.0]
 
@@ -31,7 +32,9 @@ def loss(kept: list[float] | None = None, **settings):
         entropy=torch.zeros(len(K)),
         kept=None if kept is None else torch.tensor(kept),
     )
-    sums = grpo_loss(inputs, LossConfig(0.2, 0.2, correction=CorrectionConfig(**settings)))
+    sums = step_loss(
+        inputs, LossConfig(Grpo(clip_eps_low=0.2, clip_eps_high=0.2), correction=CorrectionConfig(**settings))
+    )
     return sums, torch.autograd.grad(sums.loss, logprobs)[0].tolist()
 
 

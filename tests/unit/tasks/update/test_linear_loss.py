@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tasks.update.linear_loss import OutputLayer, linear_logprobs, linear_loss
-from tasks.update.loss import LossConfig, LossInputs, grpo_loss
+from tasks.update.losses.grpo import Grpo
+from tasks.update.step_loss import LossConfig, LossInputs, step_loss
 
 N, H, V = 23, 8, 50
 
@@ -31,9 +32,9 @@ def plain(hidden, weight, targets, temperature, cap=None):
 @pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.6, None), (0.6, 2.0)])
 def test_loss_and_gradients_equal_the_plain_computation(problem, chunk_tokens, temperature, cap):
     hidden, weight, targets, rollout, advantages = problem
-    config = LossConfig(0.2, 0.2, denominator=N)
+    config = LossConfig(Grpo(clip_eps_low=0.2, clip_eps_high=0.2), denominator=N)
     logprobs, entropy = plain(hidden, weight, targets, temperature, cap)
-    expected = grpo_loss(LossInputs(logprobs, rollout, advantages, entropy), config)
+    expected = step_loss(LossInputs(logprobs, rollout, advantages, entropy), config)
     expected_gradients = torch.autograd.grad(expected.loss, [hidden, weight])
 
     layer = OutputLayer(weight, temperature, chunk_tokens, cap=cap)
@@ -41,7 +42,7 @@ def test_loss_and_gradients_equal_the_plain_computation(problem, chunk_tokens, t
         hidden,
         targets,
         layer,
-        lambda at, logprobs_C, entropy_C: grpo_loss(
+        lambda at, logprobs_C, entropy_C: step_loss(
             LossInputs(logprobs_C, rollout[at], advantages[at], entropy_C), config
         ),
     )

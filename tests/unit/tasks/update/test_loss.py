@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from tasks.update.loss import LossConfig, LossInputs, LossSums, grpo_loss, kl_estimate
+from tasks.update.kl import kl_estimate
+from tasks.update.losses.grpo import Grpo
+from tasks.update.step_loss import LossConfig, LossInputs, LossSums, step_loss
 
-PLAIN = LossConfig(clip_eps_low=0.2, clip_eps_high=0.3)
+PLAIN = LossConfig(Grpo(clip_eps_low=0.2, clip_eps_high=0.3))
 
 
 def tokens(ratios: list[float], advantages: list[float], reference: list[float] | None = None) -> LossInputs:
@@ -36,7 +38,7 @@ def tokens(ratios: list[float], advantages: list[float], reference: list[float] 
 )
 def test_surrogate_is_clipped_only_where_the_step_would_go_further(ratio, advantage, loss, clipped):
     inputs = tokens([ratio], [advantage])
-    result = grpo_loss(inputs, PLAIN)
+    result = step_loss(inputs, PLAIN)
     assert result.policy_loss == pytest.approx(loss)
     assert result.clipped == clipped
     (gradient,) = torch.autograd.grad(result.loss, inputs.logprobs)
@@ -44,12 +46,14 @@ def test_surrogate_is_clipped_only_where_the_step_would_go_further(ratio, advant
 
 
 def test_all_tokens_of_the_step_weigh_the_same():
-    result = grpo_loss(tokens([1.0, 1.0], [1.0, 3.0]), LossConfig(0.2, 0.2, denominator=8))
+    result = step_loss(
+        tokens([1.0, 1.0], [1.0, 3.0]), LossConfig(Grpo(clip_eps_low=0.2, clip_eps_high=0.2), denominator=8)
+    )
     assert result.loss.item() == pytest.approx(-(1.0 + 3.0) / 8)
 
 
 def test_mismatch_metrics_compare_trainer_and_rollout():
-    result = grpo_loss(tokens([1.0, 2.0], [0.0, 0.0]), PLAIN)
+    result = step_loss(tokens([1.0, 2.0], [0.0, 0.0]), PLAIN)
     assert result.k3 == pytest.approx(0 + (2 - 1 - math.log(2)))
     assert result.logprob_diff_max == pytest.approx(math.log(2))
     assert (result.ratio, result.ratio_max, result.tokens) == (pytest.approx(3.0), pytest.approx(2.0), 2)
@@ -62,8 +66,8 @@ def test_kl_estimators(estimator, value):
 
 
 def test_kl_penalty_adds_to_the_loss():
-    config = LossConfig(0.2, 0.2, kl_coef=0.1, kl_estimator="k2", denominator=2)
-    result = grpo_loss(tokens([1.0, 1.0], [0.0, 0.0], reference=[1.0, 2.0]), config)
+    config = LossConfig(Grpo(clip_eps_low=0.2, clip_eps_high=0.2), kl_coef=0.1, kl_estimator="k2", denominator=2)
+    result = step_loss(tokens([1.0, 1.0], [0.0, 0.0], reference=[1.0, 2.0]), config)
     assert result.kl == pytest.approx(0.5 + 2.0)
     assert result.loss.item() == pytest.approx(0.1 * 2.5 / 2)
 
@@ -78,12 +82,14 @@ token = st.tuples(st.floats(0.25, 4, width=32), st.floats(-3, 3, width=32), st.f
 
 @given(st.lists(token, min_size=2, max_size=30), st.integers(1, 29), st.sampled_from(["k1", "k2", "k3"]))
 def test_a_step_is_the_sum_of_its_parts_however_it_is_split(rows, cut, estimator):
-    config = LossConfig(0.2, 0.28, kl_coef=0.3, kl_estimator=estimator, denominator=len(rows))
+    config = LossConfig(
+        Grpo(clip_eps_low=0.2, clip_eps_high=0.28), kl_coef=0.3, kl_estimator=estimator, denominator=len(rows)
+    )
     parts = [part for part in (rows[:cut], rows[cut:]) if part]
-    whole = grpo_loss(tokens(*map(list, zip(*rows, strict=True))), config)
+    whole = step_loss(tokens(*map(list, zip(*rows, strict=True))), config)
     total = LossSums(loss=torch.zeros(()))
     for part in parts:
-        total = total + grpo_loss(tokens(*map(list, zip(*part, strict=True))), config)
+        total = total + step_loss(tokens(*map(list, zip(*part, strict=True))), config)
     for name, value in vars(whole).items():
         value, sum_of_parts = (torch.as_tensor(v).detach().item() for v in (value, getattr(total, name)))
         assert sum_of_parts == pytest.approx(value, rel=1e-5, abs=1e-5), name

@@ -1,0 +1,1 @@
+"""Advantages, one a file: `reward.advantage` names one."""

@@ -1,0 +1,1 @@
+"""Policy losses, one a file: `update.loss` names one."""
