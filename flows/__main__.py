@@ -195,10 +195,13 @@ def print_help(flow: str) -> None:
     words = "[PROFILE ...] [path.to.key=value ...]" if flow in OF_PROFILES else "[path.to.key=value ...]"
     print(f"usage: python -m flows {flow} {words} [--print-config] [--help]\n\n{FLOWS[flow]}\n")
     if flow in OF_PROFILES:
-        from flows.settings import known_profiles
+        from flows.settings import known_profiles, known_recipes
 
         print(f"PROFILE is one of {', '.join(known_profiles())}, or a YAML file (default smollm2-cpu). Of several, the")
-        print("later ones win, setting by setting; path.to.key=value comes last. Values are YAML.")
+        print(
+            "later ones win, setting by setting; path.to.key=value comes last. Values are YAML. A published algorithm's"
+        )
+        print(f"settings can be put on a profile: {', '.join(known_recipes())}.")
     print("--print-config prints the settings that result, as a profile, and starts nothing.\n\nSettings:")
     for line in help.lines(config_of(flow)):
         print(line)

@@ -15,6 +15,7 @@ from infra.config import Config
 from infra.errors import BadInput
 
 PROFILES = Path(__file__).parent.parent / "infra" / "profiles"
+RECIPES = PROFILES / "recipes"
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,6 +65,18 @@ def known_profiles() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 
+def known_recipes() -> list[str]:
+    """Names of the recipes in infra/profiles/recipes: settings of a published algorithm, to be put on a profile."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`below` with what `above` sets: groups of settings are merged, everything else is replaced."""
     result = dict(below)
@@ -79,13 +92,13 @@ def _mentions(layer: Any, path: list[str]) -> bool:
 
 def read_profile(profile: str) -> tuple[str, dict[str, Any]]:
     """(the name of a profile's file, the settings in it), not yet validated. Raises BadInput."""
-    path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
-    try:
-        exists = path.is_file()
-    except OSError:  # a name that no file can have
-        exists = False
-    if not exists:
-        raise BadInput(f"profile: {profile!r} is neither a YAML file nor one of: {', '.join(known_profiles())}")
+    named = [folder / f"{profile}.yaml" for folder in (PROFILES, RECIPES)]
+    path = next(filter(_is_file, [Path(profile)] if profile.endswith((".yaml", ".yml")) else named), None)
+    if path is None:
+        raise BadInput(
+            f"profile: {profile!r} is neither a YAML file nor one of: {', '.join(known_profiles())}; nor a recipe: "
+            f"{', '.join(known_recipes())}"
+        )
     try:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except OSError as error:
@@ -148,7 +161,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 def _meant(word: str) -> str:
     """What a word without a value may be."""
-    if (PROFILES / f"{word}.yaml").exists() or word.endswith((".yaml", ".yml")):
+    if word in known_profiles() or word in known_recipes() or word.endswith((".yaml", ".yml")):
         return "; a profile comes first"
     return f"; did you mean {word}=...?" if word in dict(settings_of(TrainConfig)) else ""
 

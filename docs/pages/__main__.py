@@ -1,4 +1,4 @@
-"""`python -m docs.pages`: write docs/settings.md and docs/figures.md anew."""
+"""`python -m docs.pages`: write docs/settings.md, docs/algorithms.md and docs/figures.md anew."""
 
 from docs.pages import DOCS, PAGES
 

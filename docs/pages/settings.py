@@ -71,7 +71,7 @@ def _settings(kind: type[Config], above: str, shared: bool) -> Iterator[str]:
             groups.append((f"{above}{name}", group))
     for path, group in groups:
         yield f"\n### `{path}`\n"
-        yield paragraph(_text(group.__doc__ or "")) + "\n"
+        yield paragraph(text_of(group.__doc__ or "")) + "\n"
         yield from _settings(group, f"{path}.", shared)
 
 
@@ -79,7 +79,7 @@ def _line(path: str, field: FieldInfo, group: type[Config] | None) -> str:
     kind = f"a group: [`train`'s](#{path})" if group else _kind(field)
     default = "" if group or field.is_required() else f", default `{json.dumps(_plain(field.default))}`"
     needed = ", needed" if field.is_required() else ""
-    return paragraph(f"- **`{path}`** ({kind}{default}{needed}): {_text(field.description or '')}", indent="  ")
+    return paragraph(f"- **`{path}`** ({kind}{default}{needed}): {text_of(field.description or '')}", indent="  ")
 
 
 def _kind(field: FieldInfo) -> str:
@@ -132,17 +132,26 @@ def _profiles() -> list[str]:
     """Each profile with the comment that its file begins with."""
     lines = []
     for path in sorted((ROOT / "infra" / "profiles").glob("*.yaml")):
-        comment = re.match(r"(?:#.*\n)*", path.read_text())
-        words = " ".join(line.lstrip("# ") for line in (comment[0] if comment else "").splitlines())
-        lines.append(paragraph(f"- `{path.stem}`: {_text(words)}", indent="  "))
+        lines.append(paragraph(f"- `{path.stem}`: {first_comment(path)}", indent="  "))
     return lines
 
 
+def first_comment(path: Path) -> str:
+    """The comment that a YAML file begins with, as Markdown."""
+    comment = re.match(r"(?:#.*\n)*", path.read_text())
+    return text_of(" ".join(line.lstrip("# ") for line in (comment[0] if comment else "").splitlines()))
+
+
+def described(kind: type[Config]) -> Iterator[str]:
+    """A line for each setting of a class without groups."""
+    return _settings(kind, "", shared=False)
+
+
 def _first(kind: type[Config]) -> str:
-    return _text((kind.__doc__ or "").split("\n\n")[0])
+    return text_of((kind.__doc__ or "").split("\n\n")[0])
 
 
-def _text(docstring: str) -> str:
+def text_of(docstring: str) -> str:
     """A docstring as Markdown: a `*` or `<` of a pattern is itself; spans in backticks stay as they are."""
     spans = re.split(r"(`[^`]*`)", " ".join(docstring.split()))
     return "".join(s if s.startswith("`") else re.sub(r"([*<])", r"\\\1", s) for s in spans)

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from infra.config import LATER, Config
-from infra.sources import check_name, idea_reference, is_path
+from infra.sources import check_name, idea_reference, is_path, known_ideas
 from tasks.reward import advantages
 
 
 class RewardConfig(Config):
     """Rewards, advantages, and which samples are trained on."""
 
-    advantage: str = "grpo"
+    advantage: str = Field("grpo", examples=known_ideas(advantages))
     """What a sample's reward is compared with: a name of [tasks/reward/advantages](algorithms.md#advantages), or the path of a
     file of yours (docs/extending.md)."""
     advantage_args: Annotated[dict[str, Any], LATER] = {}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import LATER, Config
-from infra.sources import check_name, idea_reference, is_path
+from infra.sources import check_name, idea_reference, is_path, known_ideas
 from tasks.update import losses
 
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -107,7 +107,7 @@ class UpdateConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global L2 norm when theirs is larger."""
 
-    loss: Annotated[str, LATER] = "grpo"
+    loss: Annotated[str, LATER] = Field("grpo", examples=known_ideas(losses))
     """The policy loss: a name of [tasks/update/losses](algorithms.md#losses), or the path of a file of yours (docs/extending.md)."""
     loss_args: Annotated[dict[str, Any], LATER] = {}
     """The loss's own settings."""

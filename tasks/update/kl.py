@@ -10,8 +10,8 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlE
 
     With log q/p = reference - policy: k1 = -log(q/p), k2 = (log(q/p))^2 / 2, k3 = q/p - 1 - log(q/p)
     (Schulman, http://joschu.net/blog/kl-approx.html). All are estimates of the value; as a loss, k1's expected
-    gradient is zero on policy and k3's is the forward KL's, k2's is the gradient of the reverse KL (arXiv:2506.09477,
-    section 3). So k1+ and k3+ have the value of k1 and k3, and k2's gradient (a straight-through estimate).
+    gradient is zero on policy and k3's is the forward KL's, k2's is the gradient of the reverse KL. So k1+ and k3+ have the
+    value of k1 and k3, and k2's gradient (a straight-through estimate).
     """
     log_ratio_N = reference_logprobs_N - logprobs_N
     if estimator == "k1":

@@ -14,7 +14,7 @@ def token_scale(sample: Sample, samples: Sequence[Sample], config: UpdateConfig)
     - token_mean: None, for 1 / T (DAPO, arXiv:2503.14476, eq. 12);
     - sequence_mean: 1 / (S R), the mean over responses of their tokens' mean (GRPO, arXiv:2402.03300, eq. 3);
     - sequence_sum: 1 / S, the mean over responses of their tokens' sum;
-    - fixed: 1 / (S L) with a constant length L (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    - fixed: 1 / (S L) with a constant length L (Dr. GRPO, arXiv:2503.20783).
     """
     if config.reduction == "token_mean":
         return None

@@ -7,7 +7,7 @@ from tasks.reward.groups import group_mean
 
 
 class DrGrpo(Advantage):
-    """r - m, m the mean of the group's rewards; arXiv:2503.20783, section 3.2."""
+    """r - m, m the mean of the group's rewards; arXiv:2503.20783."""
 
     def of(self, rewards: Rewards) -> np.ndarray:
         """See `Advantage`."""

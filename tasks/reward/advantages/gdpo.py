@@ -12,7 +12,7 @@ from tasks.reward.groups import group_mean, group_std
 class Gdpo(Advantage):
     """The sum over parts of (r_k - m_k) / (s_k + eps), then over its own deviation in the step.
 
-    GDPO, arXiv:2601.05242, eq. 4 to 6. A part's weight scales its normalised value; of a reward of one part it is `grpo`'s,
+    GDPO, arXiv:2601.05242. A part's weight scales its normalised value; of a reward of one part it is `grpo`'s,
     over the step's deviation.
     """
 

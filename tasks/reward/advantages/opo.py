@@ -9,7 +9,7 @@ from tasks.reward.groups import group_mean
 class Opo(Advantage):
     """r - sum(l r) / sum(l), l the lengths of the group's responses.
 
-    On-policy RL with the optimal baseline, arXiv:2505.23585, eq. 8, where a response's squared gradient grows as its length.
+    On-policy RL with the optimal baseline, arXiv:2505.23585, where a response's squared gradient grows as its length.
     """
 
     def of(self, rewards: Rewards) -> np.ndarray:

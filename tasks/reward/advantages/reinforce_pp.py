@@ -10,7 +10,7 @@ from tasks.reward.advantage import Advantage, Rewards
 class ReinforcePp(Advantage):
     """(r - m) / sqrt(v + 1e-8), m and v the mean and variance (n - 1) over all tokens of the step.
 
-    arXiv:2501.03262, eq. 8 and 9, with discount 1 and no KL in the reward. One sample a prompt is enough.
+    arXiv:2501.03262, with discount 1 and no KL in the reward. One sample a prompt is enough.
     """
 
     compares: ClassVar[Literal["group", "batch"]] = "batch"

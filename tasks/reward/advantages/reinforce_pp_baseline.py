@@ -10,7 +10,7 @@ from tasks.reward.groups import group_mean
 
 
 class ReinforcePpBaseline(Advantage):
-    """r minus the mean of the group's, then normalised over all tokens of the step; arXiv:2501.03262, section 3.3."""
+    """r minus the mean of the group's, then normalised over all tokens of the step; arXiv:2501.03262."""
 
     compares: ClassVar[Literal["group", "batch"]] = "batch"
 

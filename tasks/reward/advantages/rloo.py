@@ -7,7 +7,7 @@ from tasks.reward.groups import group_mean, group_size
 
 
 class Rloo(Advantage):
-    """r - mean of the group's others = n / (n - 1) (r - m); arXiv:2402.14740, section 3.2."""
+    """r - mean of the group's others = n / (n - 1) (r - m); arXiv:2402.14740."""
 
     def of(self, rewards: Rewards) -> np.ndarray:
         """See `Advantage`."""

@@ -8,13 +8,13 @@ from tasks.update.loss import Loss, TokenLoss, Tokens
 class Cispo(Loss):
     """-sg[clip(r, 1 - low, 1 + high)] A log pi.
 
-    MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: the clipped ratio is a constant weight of REINFORCE.
+    MiniMax-M1, arXiv:2506.13585: the clipped ratio is a constant weight of REINFORCE.
     """
 
     low: float = Field(1.0, ge=0, le=1)
     """The ratio is clipped below at 1 - low; 1: not at all, as in the paper."""
     high: float = Field(4.0, ge=0)
-    """The ratio is clipped above at 1 + high. The paper names no number; ScaleRL (arXiv:2510.13786) found 4 to 8 alike."""
+    """The ratio is clipped above at 1 + high. 1 + high is 5, as in ScaleRL (arXiv:2510.13786)."""
 
     def tokens(self, tokens: Tokens) -> TokenLoss:
         """See `Loss`."""

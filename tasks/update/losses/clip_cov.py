@@ -13,7 +13,7 @@ from tasks.update.loss import Loss, Response, TokenLoss, Tokens, clipped_surroga
 class ClipCov(Loss):
     """The loss of `grpo`, and none for a share of the tokens, drawn among those with low < cov < high.
 
-    cov = (A - mean A)(log pi - mean log pi), means over the step; arXiv:2505.22617, eq. 10 and 11.
+    cov = (A - mean A)(log pi - mean log pi), means over the step; arXiv:2505.22617.
     """
 
     prepares: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from tasks.update.loss import Loss, TokenLoss, Tokens
 class Dppo(Loss):
     """-M r A; M is 0 for a token that has moved with its advantage's sign by a divergence above delta, else 1.
 
-    arXiv:2602.04879, eq. 12 with the binary divergences of the sampled token: total variation |pi - mu| (eq. 13), or
+    arXiv:2602.04879, with the binary divergences of the sampled token: total variation |pi - mu| (eq. 13), or
     KL(Bernoulli(mu) || Bernoulli(pi)) (eq. 14).
     """
 

@@ -11,7 +11,7 @@ from tasks.update.loss import Loss, TokenLoss, Tokens, clipped_surrogate
 class DualClip(Loss):
     """The loss of `grpo`; where A < 0 at most -c A.
 
-    With A < 0 and a large ratio the surrogate -r A has no bound; arXiv:1912.09729, eq. 5: max(min(r A, clip(r) A), c A).
+    With A < 0 and a large ratio the surrogate -r A has no bound; arXiv:1912.09729: max(min(r A, clip(r) A), c A).
     """
 
     takes: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")

@@ -13,7 +13,7 @@ from tasks.update.loss import Loss, Response, TokenLoss, Tokens
 class Gmpo(Loss):
     """-A * geometric mean over the response of its ratios, each clipped to [exp(-low), exp(high)] where the step would go on.
 
-    arXiv:2507.20673, eq. 4, with its clipping of tokens (section 3.2). Made for update.reduction sequence_mean.
+    arXiv:2507.20673, with its clipping of tokens. Made for update.reduction sequence_mean.
     """
 
     prepares: ClassVar[bool] = True

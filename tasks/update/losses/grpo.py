@@ -8,10 +8,10 @@ from tasks.update.loss import Loss, TokenLoss, Tokens, clipped_surrogate
 
 
 class Grpo(Loss):
-    """-min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A), r the token's importance ratio.
+    """-min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A).
 
     PPO, arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3; a larger clip_eps_high is DAPO's clip-higher,
-    arXiv:2503.14476, section 3.1.
+    arXiv:2503.14476.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")

@@ -13,7 +13,7 @@ from tasks.update.loss import Loss, Response, TokenLoss, Tokens, clipped_surroga
 class Gspo(Loss):
     """-min(s A, clip(s, 1 - low, 1 + high) A) with s_t = sg[s] * pi / sg[pi], s the geometric mean of the response's ratios.
 
-    GSPO-token, arXiv:2507.18071, eq. 13 and 14; equal to GSPO (eq. 5) in value and gradient where a response's tokens have
+    GSPO-token, arXiv:2507.18071, eq. 14 and 15; equal to GSPO in value and gradient where a response's tokens have
     one advantage. Made for update.reduction sequence_mean.
     """
 

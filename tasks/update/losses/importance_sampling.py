@@ -4,7 +4,7 @@ from tasks.update.loss import Loss, TokenLoss, Tokens, none_clipped
 
 
 class ImportanceSampling(Loss):
-    """-r A: the surrogate of PPO (arXiv:1707.06347, eq. 6) without a clip."""
+    """-r A: the surrogate of PPO (arXiv:1707.06347) without a clip."""
 
     def tokens(self, tokens: Tokens) -> TokenLoss:
         """See `Loss`."""

@@ -14,7 +14,7 @@ from tasks.update.losses.clip_cov import covariance
 class KlCov(Loss):
     """-r A, plus coef |log r| for the share of the step's tokens with the largest covariance of advantage and logprob.
 
-    arXiv:2505.22617, eq. 12 and 13, with the penalty of its code (the paper's KL, estimated by |log r|).
+    arXiv:2505.22617, with the penalty of its code (the paper's KL, estimated by |log r|).
     """
 
     prepares: ClassVar[bool] = True

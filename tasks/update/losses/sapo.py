@@ -9,7 +9,7 @@ from tasks.update.loss import Loss, TokenLoss, Tokens, none_clipped
 class Sapo(Loss):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A.
 
-    arXiv:2511.20347, eq. 5 and 6. Made for update.reduction sequence_mean.
+    arXiv:2511.20347. Made for update.reduction sequence_mean.
     """
 
     tau_positive: float = Field(1.0, gt=0)

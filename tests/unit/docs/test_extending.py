@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from environments import load_environment
+from flows.ideas import check_ideas
 from flows.settings import load_config
 from tasks.dataset.prepare import prepare
+from tasks.reward.advantage import advantage_of
 from tasks.reward.scoring import check_reward
+from tasks.update.loss import policy_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -72,19 +74,18 @@ def test_the_pipeline_takes_ones_own_data(examples: Path):
     assert [environment.reward(text, "Paris", {}) for text in ("It is Paris.", "It is London.")] == [1.0, 0.0]
 
 
-def test_the_advantage_and_the_loss_work_as_they_stand_there(tmp_path: Path):
-    for name in ("flows", "tasks", "environments", "infra"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("__init__.py", "conftest.py", "unit/__init__.py"):
-        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests" / name)
-    (every_advantage,) = (ROOT / "tests" / "unit").rglob("test_advantages.py")
-    shutil.copy(every_advantage, tmp_path / "tests" / "unit")
-    diffs = "".join(block for kind, block in BLOCKS if kind == "diff")
-    subprocess.run(["git", "apply", "-"], input=diffs, cwd=tmp_path, check=True, text=True)
-    write_examples(tmp_path)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/unit"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+def test_the_advantage_and_the_loss_work_as_they_stand_there(examples: Path):
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(examples)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*command, "."], cwd=examples, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert all(name in run.stdout for name in ("[batch] PASSED", "test_batch_advantages.py", "test_cispo.py"))
+    assert all(name in run.stdout for name in ("test_batch_advantage.py", "test_masked_loss.py"))
+
+
+def test_the_pipeline_takes_the_advantage_and_the_loss_by_the_commands_there(examples: Path):
+    commands = re.findall(r"`python -m flows train (smollm2-cpu [^`]*)`", PAGE)
+    configs = [load_config(words[0], words[1:]) for words in (command.split() for command in commands)]
+    for config in configs:
+        check_ideas(config)
+    assert {advantage_of(config.reward).__class__.__name__ for config in configs} == {"Batch", "Grpo"}
+    assert {policy_loss(config.update).__class__.__name__ for config in configs} == {"Masked", "Grpo"}

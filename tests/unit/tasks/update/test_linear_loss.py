@@ -63,3 +63,24 @@ def test_logprobs_equal_log_softmax(problem):
 def test_large_logits_do_not_overflow():
     logprobs = linear_logprobs(torch.tensor([[1000.0]]), torch.tensor([1]), OutputLayer(torch.tensor([[1.0], [-1.0]])))
     assert logprobs.item() == -2000
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 100])
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.6, 2.0)])
+def test_the_entropy_bonus_has_its_gradient(problem, chunk_tokens, temperature, cap):
+    hidden, weight, targets, rollout, advantages = problem
+    config = LossConfig(Grpo(), entropy_coef=0.3, denominator=N)
+    logprobs, entropy = plain(hidden, weight, targets, temperature, cap)
+    expected = torch.autograd.grad(
+        step_loss(LossInputs(logprobs, rollout, advantages, entropy), config).loss, [hidden, weight]
+    )
+    loss, _ = linear_loss(
+        hidden,
+        targets,
+        OutputLayer(weight, temperature, chunk_tokens, cap=cap),
+        lambda at, logprobs_C, entropy_C: step_loss(
+            LossInputs(logprobs_C, rollout[at], advantages[at], entropy_C), config
+        ),
+    )
+    for gradient, other in zip(torch.autograd.grad(loss, [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(gradient, other)

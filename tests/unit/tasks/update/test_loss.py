@@ -93,3 +93,47 @@ def test_a_step_is_the_sum_of_its_parts_however_it_is_split(rows, cut, estimator
     for name, value in vars(whole).items():
         value, sum_of_parts = (torch.as_tensor(v).detach().item() for v in (value, getattr(total, name)))
         assert sum_of_parts == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1+", 0.5), ("k3+", math.exp(-0.5) - 1 + 0.5)])
+def test_straight_through_kl_has_its_value_and_the_gradient_of_k2(estimator, value):
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.tensor([-1.5]), estimator)
+    assert estimate.item() == pytest.approx(value)
+    assert torch.autograd.grad(estimate.sum(), logprobs)[0].item() == pytest.approx(0.5)
+
+
+def test_the_gradient_of_k2_and_of_the_straight_through_forms_is_that_of_the_reverse_kl():
+    """The expectation over the policy's own samples, worked out over a whole distribution."""
+    drawn = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=drawn, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, generator=drawn, dtype=torch.float64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    for estimator in ("k2", "k1+", "k3+"):
+        expected = (logprobs.detach().exp() * kl_estimate(logprobs, reference, estimator)).sum()
+        (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, exact)
+
+
+def test_the_entropy_bonus_is_taken_off_and_the_scale_is_a_tokens_weight():
+    inputs = tokens([1.0, 1.0], [1.0, 3.0])
+    config = LossConfig(Grpo(), entropy_coef=0.5, denominator=4)
+    assert step_loss(inputs, config).loss.item() == pytest.approx(-(1 + 3) / 4 - 0.5 * 2 / 4)
+    scaled = LossInputs(**{**vars(inputs), "scale": torch.tensor([0.5, 0.25])})
+    assert step_loss(scaled, config).loss.item() == pytest.approx(-(0.5 + 0.75) - 0.5 * 0.75)
+
+
+def test_after_the_first_optimizer_step_mismatch_is_still_that_of_rollout_and_trainer():
+    inputs = LossInputs(
+        logprobs=torch.tensor([0.3]).requires_grad_(),
+        rollout_logprobs=torch.zeros(1),
+        advantages=torch.ones(1),
+        entropy=torch.ones(1),
+        before_logprobs=torch.tensor([0.1]),
+    )
+    by_rollout = step_loss(inputs, LossConfig(Grpo(clip_eps_high=9.0)))
+    by_trainer = step_loss(inputs, LossConfig(Grpo(clip_eps_high=9.0), old="trainer"))
+    assert by_rollout.policy_loss == pytest.approx(-math.exp(0.3))
+    assert by_trainer.policy_loss == pytest.approx(-math.exp(0.2))
+    assert by_rollout.k3 == by_trainer.k3 == pytest.approx(math.exp(0.1) - 1 - 0.1)

@@ -123,3 +123,13 @@ def test_an_offloaded_state_lies_in_the_host_s_memory_and_shares_none_with_the_w
         assert len(set(memories.values())) == 4 and not of_weights & set(memories.values())
         assert torch.equal(state["master.p"], p), "and the weights are rounded from it"
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1]), ("cosine", [0.5, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1])],
+)
+def test_the_learning_rate_goes_down_after_its_warm_up_and_stays(schedule: str, expected: list[float]):
+    config = UpdateConfig(lr=1.0, lr_warmup_steps=2, lr_schedule=schedule, lr_decay_steps=4, lr_end=0.1)
+    optimizer = MasterAdamW([("p", parameter(0.0))], config)
+    assert [optimizer.lr(step) for step in range(7)] == pytest.approx(expected, abs=1e-3)
