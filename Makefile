@@ -133,7 +133,7 @@ lock: | $(UV)  ## resolve again: requirements/uv.txt, cpu.txt, gpu.txt, built.tx
 	sed -n 's/^transformer-engine==\([^ ]*\).*/$(BUILT)==\1/p' requirements/gpu.txt \
 	  | $(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header --no-deps - -o requirements/built.txt
 	printf 'setuptools\nwheel\n' | $(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header - -o requirements/build.txt
-	echo skyrl==0.4.0 | $(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header --no-deps - -o requirements/oracles.txt
+	printf 'skyrl==0.4.0\njaxtyping\nwadler-lindig\n' | $(UV) pip compile --quiet --python $(PYTHON_VERSION) --generate-hashes --no-header --no-deps - -o requirements/oracles.txt
 	$(UV) pip compile --quiet --python-version $(PYTHON_VERSION) --generate-hashes --no-header --group docs -o requirements/docs.txt
 
 clean:  ## remove what runs have left in outputs/ (not the environment, nor what lies elsewhere)

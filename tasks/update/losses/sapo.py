@@ -19,6 +19,7 @@ class Sapo(Loss):
 
     def tokens(self, tokens: Tokens) -> TokenLoss:
         """See `Loss`."""
-        tau_N = torch.where(tokens.advantages > 0, self.tau_positive, self.tau_negative).to(tokens.logprobs.dtype)
+        positive, negative = (tokens.logprobs.new_tensor(tau) for tau in (self.tau_positive, self.tau_negative))
+        tau_N = torch.where(tokens.advantages > 0, positive, negative)
         gate_N = torch.sigmoid(tau_N * (tokens.log_ratio.exp() - 1)) * 4 / tau_N
         return none_clipped(-gate_N * tokens.advantages)

@@ -132,7 +132,7 @@ def test_a_loss_is_its_papers_formula_in_value_and_gradient(name: str, seed: int
     ones = responses(seed)
     for ours, theirs in zip(of_tokens(made(name, **settings), ones), plainly(formula, ones), strict=True):
         for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @given(st.integers(0, 2**31))
