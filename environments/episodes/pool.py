@@ -1,8 +1,9 @@
 """Episodes in processes of their own, rebuilt from their replies when a process was lost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from environments.environment import Reply
@@ -41,11 +42,18 @@ class EpisodePool:
     """Some processes of one interactive environment. An episode belongs to the process of its number."""
 
     def __init__(
-        self, reference: str, timeout_s: float, workers: int = 1, python: str | None = None, at_once: int = 1
+        self,
+        reference: str,
+        timeout_s: float,
+        workers: int = 1,
+        python: str | None = None,
+        at_once: int = 1,
+        memory_gib: float = 8.0,
     ) -> None:
         """reference: as `environments.located` gives it. timeout_s: of a step. python: an interpreter; None: this one.
-        at_once: episodes of a process that take a step side by side."""
-        self._hosts = [_Host(reference, timeout_s, python, at_once) for _ in range(workers)]
+        at_once: episodes of a process that take a step side by side. memory_gib: of a process."""
+        started = partial(EpisodeProcess, reference, timeout_s, python, at_once, memory_gib)
+        self._hosts = [_Host(started, timeout_s, at_once) for _ in range(workers)]
         self._episodes: list[Open] = []
 
     def start(self, problems: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[Fault | None]:
@@ -101,8 +109,8 @@ class _Lost(Exception):
 class _Host:
     """One process, started again when it was lost."""
 
-    def __init__(self, reference: str, timeout_s: float, python: str | None, at_once: int) -> None:
-        self._reference, self._timeout_s, self._python, self._at_once = reference, timeout_s, python, at_once
+    def __init__(self, start: Callable[[], EpisodeProcess], timeout_s: float, at_once: int) -> None:
+        self._start, self._timeout_s, self._at_once = start, timeout_s, at_once
         self.process: EpisodeProcess | None = None
 
     def advance(self, episodes: Mapping[int, Open], replies: Mapping[int, dict[str, Any] | None]) -> dict[int, Answer]:
@@ -206,7 +214,7 @@ class _Host:
 
     def _started(self) -> EpisodeProcess:
         if self.process is None:
-            self.process = EpisodeProcess(self._reference, self._timeout_s, self._python, self._at_once)
+            self.process = self._start()
         return self.process
 
 

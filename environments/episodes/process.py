@@ -21,7 +21,7 @@ START_TIMEOUT_S = 120.0
 class EpisodeProcess:
     """Runs `environments.episodes.worker` of one environment."""
 
-    def __init__(self, reference: str, timeout_s: float, python: str | None, at_once: int) -> None:
+    def __init__(self, reference: str, timeout_s: float, python: str | None, at_once: int, memory_gib: float) -> None:
         """As `EpisodePool`. Raises BadInput for an environment or an interpreter that is none, Transient for a process that
         does not start."""
         root = str(Path(__file__).parents[2])
@@ -30,7 +30,7 @@ class EpisodeProcess:
         command = [python or sys.executable, "-m", "environments.episodes.worker", reference]
         try:
             self._process = subprocess.Popen(
-                [*command, str(timeout_s), str(at_once)],
+                [*command, str(timeout_s), str(at_once), str(memory_gib)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # a group of its own: what an environment starts ends with it

@@ -5,6 +5,7 @@ It imports the standard library, `environments` and `infra.errors` alone, so tha
 
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,9 +20,11 @@ from environments.reference import load_reference
 from infra.errors import BadInput
 
 
-def main(reference: str, timeout_s: float, at_once: int) -> None:
+def main(reference: str, timeout_s: float, at_once: int, memory_gib: float) -> None:
     """Answers {"ready": true} or {"bad_input" | "raised": why}; then {start: {...}} with {}, {step: {...}} with {"turn"} and
     {close: id} with {}; or with {"raised": why}. Each has the request's number. Up to `at_once` are answered side by side."""
+    limit = int(memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # what it allocates; mapped libraries do not count
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     requests, replies = claim_pipes()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -86,4 +89,4 @@ def as_turn(turn: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

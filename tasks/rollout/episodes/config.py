@@ -28,6 +28,8 @@ class EpisodesConfig(Config):
     at_once: Annotated[int, LATER] = Field(1, ge=1)
     """Episodes of one process that may take a step at the same time, each in a thread: for tools that wait (a network, a
     program). 1: they take turns, and the environment's code need not bear threads."""
+    memory_gib: Annotated[float, LATER] = Field(8.0, gt=0)
+    """Memory of a process that holds episodes, in GiB: code that asks for more gets a MemoryError, which masks its episode."""
     python: str | None = None
     """The interpreter that runs the environment's episodes, with packages of its own; null: the run's."""
     tool_parser: str = "hermes"

@@ -65,7 +65,14 @@ def play(
         answer, metadata = json.loads(row["answer"]), json.loads(row["metadata"])
         problems.append({"prompt": messages, "answer": answer, "metadata": metadata, "tools": tools})
     config = episodes.config
-    pool = EpisodePool(episodes.environment, config.step_timeout_s, config.workers, config.python, config.at_once)
+    pool = EpisodePool(
+        episodes.environment,
+        config.step_timeout_s,
+        config.workers,
+        config.python,
+        config.at_once,
+        config.memory_gib,
+    )
     try:
         for episode, fault in zip(plays, pool.start(problems, [one.request.seed for one in plays]), strict=True):
             if fault is not None:

@@ -25,6 +25,7 @@ class Count:
         self.said.append(reply.text)
         if reply.text == "raise": raise RuntimeError("broken")
         if reply.text == "hang": time.sleep(60)
+        if reply.text == "fill": self.kept = bytearray(3 << 30)
         if reply.text == "meet": meeting.wait()
         if reply.text == "exit": os._exit(3)
         if reply.text == "nothing": return Turn()
@@ -42,7 +43,7 @@ PROBLEM: dict[str, Any] = {"prompt": "Count", "answer": 1, "metadata": {}, "tool
 @pytest.fixture(params=[1, 3], ids=["in turn", "at once"])
 def pool(tmp_path: Path, request: pytest.FixtureRequest):
     (tmp_path / "counting.py").write_text(SOURCE)
-    made = EpisodePool(str(tmp_path / "counting.py"), timeout_s=2.0, workers=1, at_once=request.param)
+    made = EpisodePool(str(tmp_path / "counting.py"), timeout_s=2.0, workers=1, at_once=request.param, memory_gib=2.0)
     yield made
     made.close()
 
@@ -77,7 +78,8 @@ def test_one_that_answers_otherwise_when_it_is_rebuilt_is_given_up_alone(pool: E
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"), [("raise", "raised"), ("hang", "timeout"), ("exit", "crashed"), ("nothing", "raised")]
+    ("said", "cause"),
+    [("raise", "raised"), ("hang", "timeout"), ("exit", "crashed"), ("nothing", "raised"), ("fill", "raised")],
 )
 def test_a_step_that_fails_costs_its_own_episode(pool: EpisodePool, said: str, cause: str):
     pool.start([PROBLEM, PROBLEM], [7, 8])
