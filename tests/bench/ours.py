@@ -14,10 +14,10 @@ HOME = Path(os.environ.get("POLICYFLOW_HOME", REPOSITORY / "outputs"))
 
 
 def train(profile: str, *overrides: str, run: str = "bench") -> dict[str, Any]:
-    """Run the train flow from nothing (profile: one, or several with blanks between); its report, with `process_seconds`, the wall time of the whole command.
+    """Run the train flow from nothing; its report, with `process_seconds`, the wall time of the whole command.
 
-    The converted model is shared with the quickstart (it is prepared before the clock starts); store, Prefect's and
-    MLflow's databases are new.
+    profile: one, or several with blanks between. The converted model is shared with the quickstart (it is prepared before
+    the clock starts); store, Prefect's and MLflow's databases are new.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         home = Path(folder)
