@@ -8,6 +8,9 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from infra.errors import BadInput
 
@@ -86,6 +89,26 @@ def find_idea[T](base: type[T], package: ModuleType, name_or_path: str, setting:
     if len(found) != 1:
         raise BadInput(f"{setting} {name_or_path}: expected one subclass of {base.__name__}, found {len(found)}")
     return found[0]
+
+
+def make_idea[M: BaseModel](kind: type[M], given: dict[str, Any], setting: str) -> M:
+    """One with these settings of its own. Raises BadInput, which begins with the `setting` they were given in, for a setting
+    that it has not, and for a class that lacks something."""
+    known = ", ".join(kind.model_fields)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join([setting, *(str(part) for part in first["loc"])])
+        raise BadInput(f"{place}: {first['msg']}; {f'its settings are {known}' if known else 'it has none'}") from None
+    except TypeError as error:  # an abstract method
+        raise BadInput(f"{setting}: {error}") from None
+
+
+def named(package: ModuleType, name_or_path: str) -> str:
+    """A setting that names an idea: the name, which `package` must have, or the absolute path, as other processes need it."""
+    check_name(package, name_or_path)
+    return str(Path(name_or_path).expanduser().resolve()) if is_path(name_or_path) else name_or_path
 
 
 def check_name(package: ModuleType, name: str) -> None:

@@ -144,7 +144,8 @@ class _Host:
     ) -> dict[int, Answer]:
         """Answers that were given side by side, without those of a process that was lost."""
         answers: dict[int, Answer] = {}
-        while left := [index for index in replies if index not in answers]:
+        losses = 0  # a process that was killed by others answers the second time
+        while losses < 2 and (left := [index for index in replies if index not in answers]):
             process = self._started()
 
             def attempt(index: int, process: EpisodeProcess = process) -> Answer:
@@ -162,10 +163,10 @@ class _Host:
                     except _Lost:
                         continue
             answers |= got
-            if len(got) < len(left):
+            late = any(isinstance(one, Fault) and one.cause == "timeout" for one in got.values())
+            if late or len(got) < len(left):
                 self.close()
-                if not any(isinstance(one, Fault) and one.cause == "timeout" for one in got.values()):
-                    break
+                losses += not late  # of a late one it is known which it was
         return answers
 
     def _alone(self, index: int, episode: Open, reply: dict[str, Any] | None) -> Answer:

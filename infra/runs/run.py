@@ -189,16 +189,11 @@ class Run(Config):
 
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with the defaults of what they do not name."""
-    both = {
-        name: _filled(values[name], default)
-        for name, default in defaults.items()
-        if _are_mappings(values, name, default)
-    }
-    return {**defaults, **values, **both}
-
-
-def _are_mappings(values: Mapping[str, Any], name: str, default: Any) -> bool:
-    return isinstance(values.get(name), Mapping) and isinstance(default, Mapping)
+    filled = {**defaults, **values}
+    for name, default in defaults.items():
+        if isinstance(default, Mapping) and isinstance(filled[name], Mapping):
+            filled[name] = _filled(filled[name], default)
+    return filled
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], places: Mapping[str, str]) -> list[str]:

@@ -1,15 +1,14 @@
 """What an advantage is: a pure function of rewards. Each is one file of tasks/reward/advantages/, or a file of yours."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from infra.config import Config
-from infra.errors import BadInput
-from infra.sources import find_idea
+from infra.sources import find_idea, make_idea
 from tasks.reward import advantages
 from tasks.reward.config import RewardConfig
 from tasks.reward.groups import are_mixed
@@ -40,9 +39,9 @@ class Advantage(Config):
     takes: ClassVar[tuple[str, ...]] = ()
     """Settings of `reward` that are its own, by these names."""
 
+    @abstractmethod
     def of(self, rewards: Rewards) -> np.ndarray:
         """float64 [U]."""
-        raise NotImplementedError
 
 
 def find_advantage(name_or_path: str) -> type[Advantage]:
@@ -54,13 +53,7 @@ def advantage_of(config: RewardConfig) -> Advantage:
     """The advantage that the settings name. Raises BadInput for one that there is not, and for settings that it has not."""
     kind = find_advantage(config.advantage)
     given = {name: getattr(config, name) for name in kind.takes} | config.advantage_args
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(["reward.advantage_args", *(str(part) for part in first["loc"])])
-        known = ", ".join(kind.model_fields)
-        raise BadInput(f"{place}: {first['msg']}; {f'its settings are {known}' if known else 'it has none'}") from None
+    return make_idea(kind, given, "reward.advantage_args")
 
 
 def advantages_of(advantage: Advantage, rewards: Rewards, valid_U: np.ndarray) -> np.ndarray:

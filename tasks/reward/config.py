@@ -1,12 +1,11 @@
 """How responses are scored."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from infra.config import LATER, Config
-from infra.sources import check_name, idea_reference, is_path, known_ideas
+from infra.sources import idea_reference, known_ideas, named
 from tasks.reward import advantages
 
 
@@ -42,8 +41,7 @@ class RewardConfig(Config):
     @field_validator("advantage")
     @classmethod
     def _known(cls, advantage: str) -> str:
-        check_name(advantages, advantage)
-        return str(Path(advantage).expanduser().resolve()) if is_path(advantage) else advantage
+        return named(advantages, advantage)
 
     def stored(self) -> dict[str, Any]:
         """See `Config.stored`; an advantage of one's own is its content, wherever the file lies."""

@@ -1,7 +1,5 @@
 """Rewards of episodes: what their turns gave, one advantage an episode or one a turn."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pyarrow as pa
 from pyarrow.compute import call_function as compute
@@ -84,8 +82,9 @@ def lengths(rollouts: pa.Table, episode_N: np.ndarray) -> np.ndarray:
     """int [E]: tokens that the policy sampled in each episode; of rollouts of one turn, in each response."""
     if not is_interactive(rollouts):
         return response_lengths(rollouts)
-    sampled_N = [sum(row) for row in rollouts["sampled"].to_pylist()]
-    return np.bincount(episode_N, sampled_N, minlength=int(episode_N.max(initial=-1)) + 1).astype(np.int64)
+    sampled = np.asarray(rollouts["sampled"].combine_chunks().flatten())
+    of_token = np.repeat(episode_N, response_lengths(rollouts))
+    return np.bincount(of_token[sampled], minlength=int(episode_N.max(initial=-1)) + 1)
 
 
 def by_turn(rollouts: pa.Table, first_E: np.ndarray, rewards: Rewards, discount: float) -> tuple[Rewards, np.ndarray]:
@@ -93,19 +92,14 @@ def by_turn(rollouts: pa.Table, first_E: np.ndarray, rewards: Rewards, discount:
     given = rollouts["turn_rewards"].take(pa.array(first_E)).to_pylist()
     returns_E = turn_returns(given, rewards.values, discount)
     turns_E = np.array([len(return_T) for return_T in returns_E], dtype=np.int64)
-    tokens = [np.add.reduceat(row, [0, *ends[:-1]]) for row, ends in _turns(rollouts) if ends]
+    rows = zip(rollouts["sampled"].to_pylist(), rollouts["turn_ends"].to_pylist(), strict=True)
+    tokens = [np.add.reduceat(np.asarray(sampled, np.int64), [0, *ends[:-1]]) for sampled, ends in rows if ends]
     compared = Rewards(
         values=np.concatenate([*returns_E, []]),
         groups=np.repeat(rewards.groups, turns_E),
         lengths=np.concatenate([*tokens, []]).astype(np.int64),
     )
     return compared, turns_E
-
-
-def _turns(rollouts: pa.Table) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """(which tokens were sampled, as int [R], the ends of the turns) of each row."""
-    for sampled, ends in zip(rollouts["sampled"].to_pylist(), rollouts["turn_ends"].to_pylist(), strict=True):
-        yield np.asarray(sampled, dtype=np.int64), ends
 
 
 def of_tokens(rollouts: pa.Table, turn_advantages: list[np.ndarray], episode_N: np.ndarray) -> list[np.ndarray]:

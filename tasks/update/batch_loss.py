@@ -8,12 +8,13 @@ from torch import Tensor
 
 from tasks.update.batch import Sample
 from tasks.update.config import UpdateConfig
-from tasks.update.corrections import kept_sequences
+from tasks.update.corrections import check_mismatch, kept_sequences
 from tasks.update.forward import PolicyForward
+from tasks.update.kl import k3
 from tasks.update.loss import Loss, Response
 from tasks.update.packing import Microbatch
 from tasks.update.parallel import Ranks
-from tasks.update.reductions import token_scale
+from tasks.update.reductions import token_scales
 from tasks.update.step_loss import LossConfig, LossInputs, LossSums, step_loss
 
 ByRow = dict[int, Tensor]
@@ -43,15 +44,18 @@ class BatchLoss:
     def look_back(self, microbatches: list[Microbatch], samples: Sequence[Sample], several: bool) -> None:
         """Note the policy's logprobs before the batch's first optimizer step, where something needs them.
 
-        microbatches: of all of the batch's `samples` that have a gradient. several: whether there are several such steps.
+        microbatches: of all of the batch's `samples` that have a gradient. several: whether there are several such steps;
+        then the batch's mismatch is checked here, before the first (BadInput: see `check_mismatch`).
         """
         masks = self._config.correction.sequences != "none"
         if not (several or masks or self._policy.prepares):
             return
         self._before = self._by_row(microbatches)
+        rows = [sample for sample in samples if sample.row in self._before]
+        differences = [self._before[sample.row] - _rollout_logprobs(sample) for sample in rows]
+        if several and rows:
+            check_mismatch(k3(torch.cat(differences).double()).mean().item(), self._config.correction)
         if masks:
-            rows = [sample for sample in samples if sample.row in self._before]
-            differences = [self._before[sample.row] - _rollout_logprobs(sample) for sample in rows]
             counts = kept_sequences(differences, self._config.correction)
             self.masked_sequences = counts.count(False)
             self._kept = {
@@ -78,15 +82,16 @@ class BatchLoss:
             old="trainer" if self._config.old_logprobs == "trainer" else "rollout",
             denominator=sum(sample.loss_tokens for sample in samples),
         )
-        prepared = self._prepared(microbatches, samples, config, first, seed)
-        scales = {sample.row: token_scale(sample, samples, self._config) for sample in samples}
-        before = None if first else self._before
+        prepared = _dealt(self._prepared(microbatches, samples, config, first, seed), microbatches)
+        before = _dealt(None if first else self._before, microbatches)
+        kept = _dealt(self._kept, microbatches)
+        scales = _scales(samples, microbatches, self._config)
 
         def chunk_loss(index: int, at: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
             microbatch, reference_N, device = microbatches[index], references[index], logprobs_C.device
 
-            def own(table: ByRow | None) -> Tensor | None:
-                return None if table is None else _joined(table, microbatch)[at].to(device)
+            def own(dealt: list[Tensor] | None) -> Tensor | None:
+                return None if dealt is None else dealt[index][at].to(device)
 
             return step_loss(
                 LossInputs(
@@ -96,11 +101,9 @@ class BatchLoss:
                     entropy=entropy_C,
                     before_logprobs=own(before),
                     reference_logprobs=None if reference_N is None else reference_N[at],
-                    kept=own(self._kept),
+                    kept=own(kept),
                     prepared=own(prepared),
-                    scale=None
-                    if self._config.reduction == "token_mean"
-                    else _scales(scales, microbatch)[at].to(device),
+                    scale=own(scales),
                 ),
                 config,
             )
@@ -137,11 +140,19 @@ def _rollout_logprobs(sample: Sample) -> Tensor:
     return torch.from_numpy(sample.logprobs[sample.mask])
 
 
-def _joined(table: ByRow, microbatch: Microbatch) -> Tensor:
-    return torch.cat([table[sample.row] for sample in microbatch.samples] or [torch.zeros(0)])
+def _dealt(table: ByRow | None, microbatches: Sequence[Microbatch]) -> list[Tensor] | None:
+    """The table's tokens in the order of each microbatch's, [N] each."""
+    if table is None:
+        return None
+    rows = [[table[sample.row] for sample in microbatch.samples] for microbatch in microbatches]
+    return [torch.cat(parts) if parts else torch.zeros(0) for parts in rows]
 
 
-def _scales(scales: dict[int, float | None], microbatch: Microbatch) -> Tensor:
-    lengths = torch.tensor([sample.loss_tokens for sample in microbatch.samples], dtype=torch.int64)
-    each = torch.tensor([scales[sample.row] for sample in microbatch.samples], dtype=torch.float32)
-    return torch.repeat_interleave(each, lengths)
+def _scales(samples: Sequence[Sample], microbatches: Sequence[Microbatch], config: UpdateConfig) -> list[Tensor] | None:
+    scales = token_scales(samples, config)
+    if scales is None:
+        return None
+    counted = [sample for sample in samples if sample.row in scales]
+    return _dealt(
+        {sample.row: torch.full((sample.loss_tokens,), scales[sample.row]) for sample in counted}, microbatches
+    )

@@ -1,13 +1,12 @@
 """Settings of the policy update."""
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import LATER, Config
-from infra.sources import check_name, idea_reference, is_path, known_ideas
+from infra.sources import idea_reference, known_ideas, named
 from tasks.update import losses
 
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -182,10 +181,8 @@ class UpdateConfig(Config):
 
     @field_validator("loss")
     @classmethod
-    def _resolved(cls, loss: str) -> str:
-        """A path as seen from anywhere: the trainer is another process."""
-        check_name(losses, loss)
-        return str(Path(loss).expanduser().resolve()) if is_path(loss) else loss
+    def _known(cls, loss: str) -> str:
+        return named(losses, loss)
 
     def stored(self) -> dict[str, Any]:
         """See `Config.stored`; a loss of one's own is its content, wherever the file lies."""

@@ -5,17 +5,17 @@ step is split into microbatches, chunks or processes. What a token needs to know
 step's covariance) `prepare` computes before, from logprobs without a gradient.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from infra.config import Config
 from infra.errors import BadInput
-from infra.sources import find_idea
+from infra.sources import find_idea, make_idea
 from tasks.update import losses
 from tasks.update.config import UpdateConfig
 
@@ -61,19 +61,22 @@ class Response:
 class Loss(Config):
     """A policy loss; its fields are its settings (`update.loss_args`)."""
 
-    prepares: ClassVar[bool] = False
-    """Whether it has a `prepare`: one more forward pass."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Settings of `update` that are its own, by these names."""
 
     def prepare(self, responses: Sequence[Response], seed: int) -> list[Tensor]:
-        """A constant for each token of each response, of all of an optimizer step's that have a gradient. seed: of what it
-        draws; the same in every process and whenever the step is replayed."""
-        raise NotImplementedError
+        """A constant for each token of each response, of all of an optimizer step's that have a gradient; a class that has
+        this costs one more forward pass. seed: of what it draws; the same in every process and whenever the step is replayed."""
+        return []
 
+    @property
+    def prepares(self) -> bool:
+        """Whether its class has a `prepare` of its own."""
+        return type(self).prepare is not Loss.prepare
+
+    @abstractmethod
     def tokens(self, tokens: Tokens) -> TokenLoss:
         """The loss of each token."""
-        raise NotImplementedError
 
 
 def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> TokenLoss:
@@ -97,16 +100,6 @@ def policy_loss(config: UpdateConfig) -> Loss:
         if name in kind.takes:
             given.setdefault(name, value)
         elif value != default:
-            raise BadInput(
-                f"update.{name} is set, but update.loss {config.loss} has no such setting: {_settings_of(kind)}"
-            )
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(["update.loss_args", *(str(part) for part in first["loc"])])
-        raise BadInput(f"{place}: {first['msg']}; {_settings_of(kind)}") from None
-
-
-def _settings_of(kind: type[Loss]) -> str:
-    return f"its settings are {', '.join(kind.model_fields)}" if kind.model_fields else "it has none"
+            known = ", ".join(kind.model_fields) or "none"
+            raise BadInput(f"update.{name} is set, but update.loss {config.loss} has no such setting; it has: {known}")
+    return make_idea(kind, given, "update.loss_args")

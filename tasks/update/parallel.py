@@ -84,14 +84,6 @@ class Ranks:
         total |= {"loss": torch.tensor(total["loss"]), "tokens": round(total["tokens"])}
         return LossSums(**total)
 
-    def count(self, number: int) -> int:
-        """The sum over all processes of a number of samples; each counts as in `total`."""
-        if self.alone:
-            return number
-        total = torch.tensor(number * self._counts_tokens())
-        dist.all_reduce(total)
-        return int(total)
-
     def union(self, results: dict[int, list[float]]) -> dict[int, list[float]]:
         """All processes' entries."""
         if self.alone:

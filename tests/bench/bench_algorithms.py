@@ -23,7 +23,7 @@ from tasks.update.batch import Sample
 from tasks.update.config import UpdateConfig
 from tasks.update.kl import kl_estimate
 from tasks.update.loss import Response, Tokens, policy_loss
-from tasks.update.reductions import token_scale
+from tasks.update.reductions import token_scales
 from tests.bench.ours import REPOSITORY
 
 BATCHES = 200
@@ -148,7 +148,8 @@ def _reduction(theirs: Any, name: str, batch: list[Response]) -> float:
     ]
     length = {"reduction_length": 24} if name == "fixed" else {}
     config = UpdateConfig(reduction=name, **length)
-    scales = [token_scale(sample, samples, config) or 1 / sum(sizes) for sample in samples]
+    by_row = token_scales(samples, config) or {sample.row: 1 / sum(sizes) for sample in samples}
+    scales = [by_row[sample.row] for sample in samples]
     ours = torch.cat([one.advantages * scale for one, scale in zip(batch, scales, strict=True)])
     mask = _mask(batch)
     scaled = theirs.apply_loss_reduction_to_advantages_minibatch(

@@ -47,9 +47,14 @@ def alone(folder: Path) -> list[list[float]]:
 @pytest.mark.parametrize(("pp", "tp"), layouts())
 def test_decoding(pp: int, tp: int, lora: LoraConfig | None, folder: Path, alone: Any, record_property: Any):
     served = engine(
-        folder, lora, pipeline_parallel_size=pp, tensor_parallel_size=tp, routes="off", max_new_tokens=TOKENS,
+        folder,
+        lora,
+        pipeline_parallel_size=pp,
+        tensor_parallel_size=tp,
+        routes="off",
+        max_new_tokens=TOKENS,
         samples_per_prompt=REQUESTS,
-    )  # fmt: skip
+    )
     assert apart(served.token_logprobs(PROBE), alone) < SAME
     rates = []
     for seed in range(ROUNDS + 1):  # the first one captures and compiles

@@ -28,9 +28,25 @@ def test_the_experts_kernel_multiplies_each_token_by_its_experts(routed_weight: 
     assert sorted_ids is None, "few tokens: no sorting, whose kernel is CUDA's"
     out = torch.zeros(tokens, topk, outputs, dtype=DTYPE)
     fused_moe.invoke_fused_moe_triton_kernel(
-        x_TI, w_EOI, out, None, None, weights, sorted_ids, expert_ids, padded, routed_weight, topk, BLOCKS, tl.float16,
-        use_fp8_w8a8=False, use_int8_w8a8=False, use_int8_w8a16=False, use_int4_w4a16=False, per_channel_quant=False,
-    )  # fmt: skip
+        x_TI,
+        w_EOI,
+        out,
+        None,
+        None,
+        weights,
+        sorted_ids,
+        expert_ids,
+        padded,
+        routed_weight,
+        topk,
+        BLOCKS,
+        tl.float16,
+        use_fp8_w8a8=False,
+        use_int8_w8a8=False,
+        use_int8_w8a16=False,
+        use_int4_w4a16=False,
+        per_channel_quant=False,
+    )
     want = torch.einsum("ti,tkoi->tko", x_TI.float(), w_EOI.float()[ids.long()])
     want = want * weights[..., None] if routed_weight else want
     assert (out.float() - want).abs().max() <= 2e-3 * want.abs().max()
@@ -50,9 +66,16 @@ def test_the_experts_that_vllm_chooses_on_a_gpu_are_the_golden_ones(monkeypatch:
         logits = outputs[0]
         groups, kept = (config.n_group, config.topk_group) if config.grouped_routing else (1, 1)
         weights, ids = grouped_topk_router.grouped_topk(
-            inputs[0], logits, config.num_experts_per_tok, config.norm_topk_prob, groups, kept, "sigmoid",
-            config.routed_scaling_factor, module.e_score_correction_bias,
-        )  # fmt: skip
+            inputs[0],
+            logits,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            groups,
+            kept,
+            "sigmoid",
+            config.routed_scaling_factor,
+            module.e_score_correction_bias,
+        )
         order, theirs = ids.argsort(-1), outputs[2].argsort(-1)
         torch.testing.assert_close(weights.gather(1, order), outputs[1].gather(1, theirs), rtol=1e-6, atol=1e-7)
         chosen.append(ids.gather(1, order))

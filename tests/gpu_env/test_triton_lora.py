@@ -79,7 +79,15 @@ def test_fused_expert_adapters_are_each_experts_own(tokens: int, rank: int, rout
     out = before.clone()
     assert tokens * topk * rank <= 1024, "vLLM's condition for this kernel"
     experts._run_fused_moe_lora_small_batch(
-        out, x, a, b, weights, ids.flatten(), torch.zeros(tokens, dtype=torch.int32), topk, torch.ones(2, dtype=torch.int32),
+        out,
+        x,
+        a,
+        b,
+        weights,
+        ids.flatten(),
+        torch.zeros(tokens, dtype=torch.int32),
+        topk,
+        torch.ones(2, dtype=torch.int32),
         routed_weight,
-    )  # fmt: skip
+    )
     close(out, before.float() + added_by_experts(x_TKI, a, b, ids, weights if routed_weight else None))

@@ -318,6 +318,16 @@ def test_a_failed_update_leaves_everything_as_it_was(llama: Path, precision: str
     assert_same(exported(trainer), exported(undisturbed))
 
 
+def test_of_several_optimizer_steps_none_is_applied_when_the_batch_is_of_another_policy(llama: Path):
+    several = {"minibatches": 2, "old_logprobs": "trainer", "loss": "gspo", "loss_args": {"low": 0.2, "high": 0.2}}
+    trainer = make_trainer(llama, **several, correction={"max_k3": 1e-12})
+    before = exported(trainer)
+    with pytest.raises(BadInput, match=r"max_k3 is 1e-12; engine and trainer do not hold one policy"):
+        trainer.update(scored())
+    assert trainer.step == 0
+    assert_same(exported(trainer), before)
+
+
 def test_nan_at_masked_positions_changes_nothing(llama: Path):
     def poison(index: int, row: dict) -> None:
         row["logprobs"] = [

@@ -16,7 +16,6 @@ class ClipCov(Loss):
     cov = (A - mean A)(log pi - mean log pi), means over the step; arXiv:2505.22617.
     """
 
-    prepares: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")
 
     clip_eps_low: float = Field(0.2, ge=0, lt=1)

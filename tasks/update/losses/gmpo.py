@@ -1,7 +1,6 @@
 """Geometric-mean policy optimization."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -15,8 +14,6 @@ class Gmpo(Loss):
 
     arXiv:2507.20673, with its clipping of tokens. Made for update.reduction sequence_mean.
     """
-
-    prepares: ClassVar[bool] = True
 
     low: float = Field(0.4, ge=0)
     """log r is clipped below at -low."""

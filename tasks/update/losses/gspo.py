@@ -1,7 +1,6 @@
 """Group sequence policy optimization: the ratio of whole responses."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -16,8 +15,6 @@ class Gspo(Loss):
     GSPO-token, arXiv:2507.18071, eq. 14 and 15; equal to GSPO in value and gradient where a response's tokens have
     one advantage. Made for update.reduction sequence_mean.
     """
-
-    prepares: ClassVar[bool] = True
 
     low: float = Field(3e-4, ge=0, lt=1)
     """s is clipped below at 1 - low (section 5.1)."""

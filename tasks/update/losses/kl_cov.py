@@ -1,7 +1,6 @@
 """KL-Cov: the tokens whose advantage goes most with their logprob are held back."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -16,8 +15,6 @@ class KlCov(Loss):
 
     arXiv:2505.22617, with the penalty of its code (the paper's KL, estimated by |log r|).
     """
-
-    prepares: ClassVar[bool] = True
 
     share: float = Field(2e-3, gt=0, le=1)
     """Share of the tokens; one at least."""

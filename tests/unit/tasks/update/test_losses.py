@@ -239,6 +239,7 @@ def test_a_file_of_ones_own_is_a_loss_and_its_content_is_what_counts(tmp_path: P
         ({"loss": "nowhere.py"}, "update.loss .*nowhere.py: no such file"),
         ({"loss": "empty.py"}, "update.loss .*empty.py: expected one subclass of Loss, found 0"),
         ({"loss": "broken.py"}, "update.loss .*broken.py: cannot be imported: ModuleNotFoundError"),
+        ({"loss": "unfinished.py"}, "update.loss_args: .*abstract.*tokens"),
         ({"loss": "gspo", "loss_args": {"hi": 1}}, r"update.loss_args.hi: .*its settings are low, high"),
         ({"loss": "gspo", "loss_args": {"low": 7}}, r"update.loss_args.low: Input should be less than 1"),
         ({"loss": "cispo", "clip_eps_high": 0.3}, "update.clip_eps_high is set, but update.loss cispo has no such"),
@@ -246,6 +247,7 @@ def test_a_file_of_ones_own_is_a_loss_and_its_content_is_what_counts(tmp_path: P
 )
 def test_a_loss_that_there_is_not_or_settings_that_it_has_not_are_named(settings, told, tmp_path, monkeypatch):
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "unfinished.py").write_text(MINE.replace("def tokens", "def token"))
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=told):

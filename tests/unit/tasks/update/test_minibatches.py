@@ -8,7 +8,7 @@ from hypothesis import given
 from tasks.update.batch import Sample
 from tasks.update.config import UpdateConfig
 from tasks.update.minibatches import optimizer_steps
-from tasks.update.reductions import token_scale
+from tasks.update.reductions import token_scales
 
 
 def sample(row: int, prompt: int, length: int = 2) -> Sample:
@@ -45,10 +45,10 @@ def test_one_minibatch_is_the_batch_as_it_is():
 @pytest.mark.parametrize(
     ("settings", "scales"),
     [
-        ({"reduction": "token_mean"}, [None, None]),
-        ({"reduction": "sequence_mean"}, [1 / (2 * 2), 1 / (2 * 6)]),
-        ({"reduction": "sequence_sum"}, [1 / 2, 1 / 2]),
-        ({"reduction": "fixed", "reduction_length": 24}, [1 / (2 * 24), 1 / (2 * 24)]),
+        ({"reduction": "token_mean"}, None),
+        ({"reduction": "sequence_mean"}, {0: 1 / (2 * 2), 1: 1 / (2 * 6)}),
+        ({"reduction": "sequence_sum"}, {0: 1 / 2, 1: 1 / 2}),
+        ({"reduction": "fixed", "reduction_length": 24}, {0: 1 / (2 * 24), 1: 1 / (2 * 24)}),
     ],
 )
 def test_a_reduction_is_a_tokens_weight(settings, scales):
@@ -56,7 +56,7 @@ def test_a_reduction_is_a_tokens_weight(settings, scales):
     masked.mask[:] = False
     samples = [sample(0, 0, 2), sample(1, 0, 6), masked]
     config = UpdateConfig(**settings)
-    assert [token_scale(one, samples, config) for one in samples[:2]] == scales
+    assert token_scales(samples, config) == scales
 
 
 @pytest.mark.parametrize(
