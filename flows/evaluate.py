@@ -143,7 +143,8 @@ def score_version(
     """Sample the evaluation's prompts from version `step` of `run` and score them; found if it is done already."""
     config, evaluation, reward = session.config, session.config.evaluation, reward or session.config.reward
     # What is not learned from counts all the same: a prompt that is always or never answered, a response that was cut.
-    reward = reward.model_copy(update={"truncated": "keep", "zero_variance": "keep"})
+    plain = {"truncated": "keep", "zero_variance": "keep", "overlong_length": None, "overlong_buffer": None}
+    reward = reward.model_copy(update=plain)
     size = split_size(dataset, evaluation.split)
     settings = f"{config.rollout.digest()}:{evaluation.sampling()}:{config.seed}"
     phase = "evaluating"

@@ -12,7 +12,7 @@ from environments.environment import REWARD_KEYWORDS
 from infra.errors import BadInput
 from infra.orchestration.progress import speaker
 from infra.storage.schemas import EPISODES, PROMPT, ROLLOUT, SCORED, SCORED_EPISODES, compact, validate
-from tasks.reward import episodes, filtering
+from tasks.reward import episodes, filtering, overlong
 from tasks.reward.advantage import Rewards, advantage_of, advantages_of
 from tasks.reward.config import RewardConfig
 from tasks.reward.groups import mixed_groups
@@ -45,13 +45,15 @@ def score(rollouts: pa.Table, prompts: pa.Table, config: RewardConfig) -> tuple[
     fault_N = _rollout_faults(rollouts)
     first_E, episode_N = episodes.of_rows(rollouts)
     verdicts = episodes.share_faults(_verdicts(rollouts, questions, fault_N, config), episode_N)
+    lengths_E = episodes.lengths(rollouts, episode_N)
+    verdicts = overlong.punished(verdicts, lengths_E[episode_N], config)
     rewards_N = _rewards(verdicts, config.weights)
     valid_N = np.array([verdict.fault is None for verdict in verdicts], dtype=bool)
     groups_N = np.asarray(rollouts["prompt_id"].combine_chunks().dictionary_encode().indices)
     rewards = Rewards(
         rewards_N[first_E],
         groups_N[first_E],
-        episodes.lengths(rollouts, episode_N),
+        lengths_E,
         _parts([verdicts[row] for row in first_E]),
         config.weights,
     )

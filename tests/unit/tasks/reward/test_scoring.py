@@ -216,6 +216,16 @@ def test_truncated_responses_are_kept_masked_or_dropped(misbehaving: str, policy
     assert metrics["truncated_fraction"] == pytest.approx(1 / 3)
 
 
+def test_a_long_response_loses_some_of_its_reward(misbehaving: str):
+    rollouts = rollouts_of({"p": [1, 1, "raise"]}, p0={"response_ids": [3] * 9, "logprobs": [-0.1] * 9})
+    config = RewardConfig(advantage="dr_grpo", overlong_length=10, overlong_buffer=4)
+    scored, metrics = score(rollouts, prompts_of(misbehaving, "p"), config)
+    assert scored["reward"].to_pylist() == [0.25, 1, 0]
+    assert json.loads(scored["reward_parts"][0].as_py()) == {"reward": 1.0, "overlong_penalty": -0.75}
+    np.testing.assert_allclose(scored["advantage"], [-0.375, 0.375, 0])
+    assert metrics["part/overlong_penalty"] == -0.375
+
+
 def test_groups_that_teach_nothing_can_be_dropped(misbehaving: str):
     rollouts = rollouts_of({"p": [1, 1], "q": [1, 0], "r": ["raise", 1]})
     scored, metrics = score(rollouts, prompts_of(misbehaving, "p", "q", "r"), RewardConfig(zero_variance="drop"))
